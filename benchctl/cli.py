@@ -1,0 +1,70 @@
+"""The `benchctl` command."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+
+import typer
+
+import benchctl
+from server.errors import UserError
+
+# Command (or command group) -> module under benchctl.commands.
+COMMANDS = {
+    "serve": "serve",
+    "run": "run",
+    "matrix": "matrix",
+    "startup": "startup",
+    "report": "report",
+    "compare": "compare",
+    "gate": "gate",
+    "history": "history",
+    "workload": "workload",
+    "models": "models",
+    "cache": "cache",
+    "kernels": "kernels",
+    "mock": "mock",
+}
+
+
+def _version(value: bool) -> None:
+    if value:
+        typer.echo(f"benchctl {benchctl.__version__}")
+        raise typer.Exit
+
+
+def _root(
+    version: bool = typer.Option(
+        False, "--version", callback=_version, is_eager=True, help="Print the version and exit."
+    ),
+) -> None:
+    """Benchmark and load-test LLM serving, with a server of our own bundled."""
+
+
+def build_app(argv: list[str]) -> typer.Typer:
+    """The Typer app with the command that `argv` names, or with all of them (`--help`, completion, a wrong name).
+
+    Importing one command only keeps `benchctl serve` from paying for the imports of reports and statistics.
+    """
+    app = typer.Typer(
+        name="benchctl", no_args_is_help=True, pretty_exceptions_show_locals=False, rich_markup_mode="markdown"
+    )
+    app.callback()(_root)
+    named = next((a for a in argv if not a.startswith("-")), None)
+    modules = [COMMANDS[named]] if named in COMMANDS else list(dict.fromkeys(COMMANDS.values()))
+    for module in modules:
+        importlib.import_module(f"benchctl.commands.{module}").register(app)
+    return app
+
+
+def main() -> None:
+    """Entry point: run the command; a `UserError` becomes one line on stderr and its exit code."""
+    argv = sys.argv[1:]
+    try:
+        build_app(argv)(args=argv, standalone_mode=True)
+    except UserError as error:
+        typer.echo(f"benchctl: {error}", err=True)
+        sys.exit(error.exit_code)
+    except KeyboardInterrupt:
+        sys.exit(130)

@@ -1,0 +1,1 @@
+"""Result schema and report writers."""

@@ -1,0 +1,1 @@
+"""The bundled LLM server: API process, engine core process, GPU worker process."""

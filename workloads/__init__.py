@@ -1,0 +1,1 @@
+"""Workloads: seeded, pure functions from a specification to a list of requests."""

@@ -1,0 +1,80 @@
+"""What a workload is: a reproducible list of requests, when each is due, and a digest of both."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+
+class Message(msgspec.Struct, omit_defaults=True):
+    """One chat message."""
+
+    role: str
+    content: str
+
+
+class WorkloadRequest(msgspec.Struct, omit_defaults=True, kw_only=True):
+    """One request, before a server or a model name is known.
+
+    Exactly one of `prompt_token_ids`, `prompt` and `messages` is set.
+    """
+
+    index: int
+    """Position in the workload; stable under slicing of the run."""
+    prompt_token_ids: list[int] | None = None
+    prompt: str | None = None
+    messages: list[Message] | None = None
+    prompt_tokens: int | None = None
+    """Exact (token ids) or as counted with the tokenizer when the workload was built; None: not counted."""
+    max_tokens: int
+    """Output tokens asked for."""
+    ignore_eos: bool = True
+    """True: the server must generate exactly `max_tokens` (forced length)."""
+    timestamp_s: float | None = None
+    """Arrival relative to the start of the run, for traces; None: an arrival process decides."""
+    conversation: int | None = None
+    """Requests of one conversation are sent in order of `turn`, each after the answer to the one before."""
+    turn: int = 0
+    think_time_s: float = 0.0
+    """Wait between the end of the turn before and this one."""
+    append_reply: bool = False
+    """True: the replies of earlier turns of the conversation are put into `messages` as the server gave them."""
+    extra_body: dict[str, Any] = {}
+    """Further fields of the request's JSON body (temperature, seed, ...)."""
+
+
+class Workload(msgspec.Struct, kw_only=True):
+    """The result of building a workload from a specification and a seed."""
+
+    name: str
+    parameters: dict[str, Any]
+    """The full specification, defaults filled in, JSON-able."""
+    seed: int
+    requests: list[WorkloadRequest]
+    dropped: dict[str, int] = {}
+    """Rows of the source that were not used, counted by reason."""
+    tokenizer: str | None = None
+    """Name of the tokenizer that lengths were counted with."""
+    notes: list[str] = []
+    """Approximations a reader of the result must know, e.g. "lengths clipped to 2048 tokens"."""
+
+    @property
+    def digest(self) -> str:
+        """Hex SHA-256 over the requests in order; equal digests mean equal traffic (arrival process aside)."""
+        hasher = hashlib.sha256()
+        encoder = msgspec.json.Encoder(order="deterministic")
+        for request in self.requests:
+            hasher.update(encoder.encode(request))
+            hasher.update(b"\n")
+        return hasher.hexdigest()
+
+
+def schedule_digest(times_s: Sequence[float]) -> str:
+    """Hex SHA-256 of arrival times, rounded to nanoseconds."""
+    hasher = hashlib.sha256()
+    for time_s in times_s:
+        hasher.update(round(time_s * 1e9).to_bytes(8, "little", signed=True))
+    return hasher.hexdigest()
