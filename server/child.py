@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import ctypes
-import logging
 import os
 import signal
 import sys
@@ -27,6 +26,7 @@ import msgspec
 
 from server.config import ServerConfig
 from server.errors import UserError
+from server.logs import configure_logging
 from server.timeline import Span, Timeline, process_start_ns
 
 _PR_SET_PDEATHSIG = 1
@@ -145,9 +145,9 @@ class Child:
         threading.Thread(target=run, name="control", daemon=True).start()
 
 
-def _die_with_parent() -> None:
+def _die_with_parent(supervisor_pid: int) -> None:
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() == 1 and os.environ.get("BENCHCTL_SUPERVISOR_PID") not in (None, "1"):
+    if os.getppid() != supervisor_pid:  # it died before the line above took effect
         os._exit(1)
 
 
@@ -157,18 +157,15 @@ def run_child(process: str, main: Callable[[Child], int]) -> None:
     parser = argparse.ArgumentParser(prog=f"server.{process}")
     parser.add_argument("--status-fd", type=int, required=True)
     parser.add_argument("--control-fd", type=int, required=True)
+    parser.add_argument("--supervisor-pid", type=int, required=True)
     parser.add_argument("--index", type=int, default=0)
     arguments = parser.parse_args()
-    _die_with_parent()
+    _die_with_parent(arguments.supervisor_pid)
     # The terminal's Ctrl-C and a stray SIGTERM to the group are the supervisor's business: it drains us in order.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     name = process if process == "engine" else f"{process}-{arguments.index}"
     child = Child(name, arguments.status_fd, arguments.control_fd)
-    logging.basicConfig(
-        level=child.config.api.log_level.upper(),
-        format=f"%(asctime)s %(levelname)s {name} %(name)s: %(message)s",
-        stream=sys.stderr,
-    )
+    configure_logging(name, child.config.api.log_level, child.config.api.log_format)
     child.timeline.add("spawn", process_start_ns(), entered_ns)
     try:
         code = main(child)

@@ -1,0 +1,319 @@
+"""Starts the server's processes, watches them, and takes them down together.
+
+    supervisor ("benchctl serve")
+      |- worker-0    heavy: torch, model, device       spawned first, it takes longest
+      |- engine      scheduler, KV-cache bookkeeping
+      `- api-0..N    HTTP, tokenizer
+
+The supervisor imports nothing heavy and runs one selector loop over the children's status pipes, their stderr and
+their pidfds. Whatever way it ends, the children end: they hold the other end of a control pipe and die with their
+parent (see `server.child`).
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import os
+import selectors
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import BinaryIO, Protocol
+
+import msgspec
+
+from server.child import (
+    ConfigMessage,
+    ControlMessage,
+    DrainMessage,
+    FailedMessage,
+    PeerDiedMessage,
+    ReadyMessage,
+    SpanMessage,
+    StatusMessage,
+)
+from server.config import ServerConfig
+from server.listen import bind_socket
+from server.runtime_dir import create_runtime_dir
+from server.startup import StartupTimeline, join_timeline
+from server.timeline import Timeline
+
+_TAIL_LINES = 40
+# After a child died the API process has this long to send error events to its streams before everything is killed.
+_FAILURE_GRACE_S = 3.0
+# Beyond the drain time that the user chose: for writing the last bytes and leaving.
+_EXIT_GRACE_S = 5.0
+
+
+class Observer(Protocol):
+    """Hears what happens; shows it to a person or writes it as JSON lines."""
+
+    def on_status(self, process: str, message: StatusMessage) -> None: ...
+
+    def on_stderr(self, process: str, line: str) -> None: ...
+
+    def on_ready(self, url: str, timeline: StartupTimeline) -> None: ...
+
+    def on_stopping(self, reason: str) -> None: ...
+
+    def on_failure(self, text: str, tail: list[str]) -> None: ...
+
+
+class _Process:
+    """One child and the supervisor's ends of its pipes."""
+
+    def __init__(self, name: str, module: str, index: int, pass_fds: tuple[int, ...] = ()) -> None:
+        status_read, status_write = os.pipe()
+        control_read, control_write = os.pipe()
+        self.name = name
+        self.ready = False
+        self.failure: FailedMessage | None = None
+        self.tail: collections.deque[str] = collections.deque(maxlen=_TAIL_LINES)
+        self._control_fd = control_write
+        self.status_buffer = bytearray()
+        self.stderr_buffer = bytearray()
+        command = [sys.executable, "-m", module, "--status-fd", str(status_write), "--control-fd", str(control_read)]
+        command += ["--index", str(index), "--supervisor-pid", str(os.getpid())]
+        try:
+            self.popen = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                pass_fds=(status_write, control_read, *pass_fds),
+                start_new_session=True,
+            )
+        finally:
+            os.close(status_write)
+            os.close(control_read)
+        assert self.popen.stdout is not None
+        self.output: BinaryIO = self.popen.stdout  # type: ignore[assignment]
+        self.status_fd = status_read
+        self.pidfd = os.pidfd_open(self.popen.pid)
+        os.set_blocking(status_read, False)
+        os.set_blocking(self.output.fileno(), False)
+
+    def send(self, message: ControlMessage) -> None:
+        with contextlib.suppress(BrokenPipeError):  # it is dead already; its pidfd tells
+            os.write(self._control_fd, msgspec.json.encode(message) + b"\n")
+
+    @property
+    def alive(self) -> bool:
+        return self.popen.poll() is None
+
+    def kill(self) -> None:
+        """Kill the child with everything it started (it leads its own session)."""
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.popen.pid, signal.SIGKILL)
+
+    def close(self) -> None:
+        for fd in (self._control_fd, self.status_fd, self.pidfd):
+            os.close(fd)
+        self.output.close()
+
+
+class Supervisor:
+    """Runs one server from start to end; `run()` blocks and returns the exit code."""
+
+    def __init__(self, config: ServerConfig, observer: Observer, timeline: Timeline) -> None:
+        self.config = config
+        self.observer = observer
+        self.timeline = timeline
+        self.url = ""
+        self._processes: list[_Process] = []
+        self._selector = selectors.DefaultSelector()
+        self._status_decoder: msgspec.json.Decoder[StatusMessage] = msgspec.json.Decoder(StatusMessage)
+        self._signals: list[int] = []
+        self._failed: _Process | None = None
+        self._deadline: float | None = None
+        self._draining = False
+        self._is_ready = False
+
+    def run(self, on_ready: Callable[[str], None] | None = None) -> int:
+        """Start everything, serve until a signal or a death, stop everything.
+
+        Returns 0 after a drain, 130/143 when interrupted during the start or twice, 2 when a child reported something
+        that the user can mend, else 1. Raises UserError when the port cannot be bound.
+        """
+        listener = bind_socket(self.config.api.host, self.config.api.port)
+        runtime_dir = create_runtime_dir()
+        self.config.runtime_dir = str(runtime_dir)
+        self.url = _url(listener)
+        wakeup_read, wakeup_write = socket.socketpair()
+        wakeup_write.setblocking(False)
+        wakeup_read.setblocking(False)
+        old_wakeup = signal.set_wakeup_fd(wakeup_write.fileno(), warn_on_full_buffer=False)
+        old_handlers = {number: signal.signal(number, lambda *_: None) for number in (signal.SIGINT, signal.SIGTERM)}
+        self._selector.register(wakeup_read, selectors.EVENT_READ, lambda: self._on_signal(wakeup_read))
+        try:
+            self._spawn(listener)
+            return self._loop(runtime_dir, on_ready)
+        finally:
+            self._kill_all()
+            signal.set_wakeup_fd(old_wakeup)
+            for number, handler in old_handlers.items():
+                signal.signal(number, handler)
+            self._selector.close()
+            wakeup_read.close()
+            wakeup_write.close()
+            listener.close()
+            shutil.rmtree(runtime_dir, ignore_errors=True)
+
+    def _spawn(self, listener: socket.socket) -> None:
+        with self.timeline.span("spawn"):
+            plan = [("worker-0", "server.worker", 0), ("engine", "server.engine", 0)]
+            plan += [(f"api-{i}", "server.api", i) for i in range(self.config.api.api_server_count)]
+            for name, module, index in plan:
+                is_api = module == "server.api"
+                process = _Process(name, module, index, (listener.fileno(),) if is_api else ())
+                self._processes.append(process)
+                process.send(ConfigMessage(self.config, listener.fileno() if is_api else None))
+                self._selector.register(process.status_fd, selectors.EVENT_READ, lambda p=process: self._read_status(p))
+                self._selector.register(process.output, selectors.EVENT_READ, lambda p=process: self._read_output(p))
+                self._selector.register(process.pidfd, selectors.EVENT_READ, lambda p=process: self._on_exit(p))
+
+    def _loop(self, runtime_dir: Path, on_ready: Callable[[str], None] | None) -> int:
+        while True:
+            timeout = None if self._deadline is None else max(0.0, self._deadline - time.monotonic())
+            for key, _ in self._selector.select(timeout):
+                key.data()
+            if not self._is_ready and self._processes and all(p.ready for p in self._processes):
+                self._is_ready = True
+                self._become_ready(runtime_dir)
+                if on_ready is not None:
+                    on_ready(self.url)
+            if self._signals and (not self._is_ready or len(self._signals) > 1):
+                return 128 + self._signals[-1]
+            if self._signals and not self._draining:
+                self._begin_drain()
+            if self._failed is not None and not self._apis_alive():
+                return self._exit_code()
+            if self._draining and self._failed is None and not self._apis_alive():
+                return 0
+            if self._deadline is not None and time.monotonic() >= self._deadline:
+                return self._exit_code() if self._failed is not None else 0
+
+    def _become_ready(self, runtime_dir: Path) -> None:
+        timeline = join_timeline(self.timeline.spans, self.config.exec_time_ns, time.monotonic_ns())
+        temporary = runtime_dir / "startup.json.tmp"
+        temporary.write_bytes(msgspec.json.encode(timeline))
+        temporary.rename(runtime_dir / "startup.json")
+        self.observer.on_ready(self.url, timeline)
+
+    def _begin_drain(self) -> None:
+        self._draining = True
+        timeout = self.config.api.shutdown_timeout_s
+        name = signal.Signals(self._signals[0]).name
+        self.observer.on_stopping(f"{name}: finishing requests in flight, {timeout:g} s at most")
+        self._deadline = time.monotonic() + timeout + _EXIT_GRACE_S
+        for process in self._apis():
+            process.send(DrainMessage(timeout))
+
+    def _apis(self) -> list[_Process]:
+        return [process for process in self._processes if process.name.startswith("api-")]
+
+    def _apis_alive(self) -> bool:
+        return any(process.alive for process in self._apis())
+
+    def _on_signal(self, wakeup: socket.socket) -> None:
+        numbers = wakeup.recv(64)
+        self._signals += [number for number in numbers if number in (signal.SIGINT, signal.SIGTERM)]
+
+    def _read_status(self, process: _Process) -> None:
+        if not _read_into(process.status_fd, process.status_buffer):
+            self._selector.unregister(process.status_fd)
+        for line in _take_lines(process.status_buffer):
+            message = self._status_decoder.decode(line)
+            if isinstance(message, SpanMessage):
+                self.timeline.spans.append(message.span)
+            elif isinstance(message, ReadyMessage):
+                process.ready = True
+            elif isinstance(message, FailedMessage):
+                process.failure = message
+            self.observer.on_status(process.name, message)
+
+    def _read_output(self, process: _Process) -> None:
+        fd = process.output.fileno()
+        more = _read_into(fd, process.stderr_buffer)
+        if not more:
+            self._selector.unregister(process.output)
+            if process.stderr_buffer:
+                process.stderr_buffer += b"\n"
+        for line in _take_lines(process.stderr_buffer):
+            text = line.decode("utf-8", "replace")
+            process.tail.append(text)
+            self.observer.on_stderr(process.name, text)
+
+    def _on_exit(self, process: _Process) -> None:
+        self._selector.unregister(process.pidfd)
+        process.popen.wait()
+        self._drain_pipes(process)
+        expected = self._draining and process.popen.returncode == 0 and process.name.startswith("api-")
+        if expected or self._failed is not None:
+            return
+        self._failed = process
+        text = process.failure.text if process.failure else f"{process.name} {_how_it_ended(process.popen.returncode)}"
+        self.observer.on_failure(text, [] if process.failure and process.failure.user_error else list(process.tail))
+        self._deadline = time.monotonic() + (_FAILURE_GRACE_S if self._is_ready else 0.0)
+        for api in self._apis():
+            api.send(PeerDiedMessage(text))
+
+    def _drain_pipes(self, process: _Process) -> None:
+        """Read what the dead child left in its pipes, so that its last words are not lost."""
+        registered = self._selector.get_map()
+        if process.status_fd in registered:
+            self._read_status(process)
+        if process.output.fileno() in registered:
+            self._read_output(process)
+
+    def _exit_code(self) -> int:
+        failure = self._failed.failure if self._failed is not None else None
+        return 2 if failure is not None and failure.user_error else 1
+
+    def _kill_all(self) -> None:
+        """The engine and the worker hold nothing that must be saved: once the API is done they are killed."""
+        for process in self._processes:
+            process.kill()
+        for process in self._processes:
+            process.popen.wait()
+            process.close()
+
+
+def _url(listener: socket.socket) -> str:
+    host, port = listener.getsockname()[:2]
+    if host in ("0.0.0.0", "::"):
+        host = "127.0.0.1" if host == "0.0.0.0" else "::1"
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def _how_it_ended(returncode: int) -> str:
+    if returncode < 0:
+        return f"was killed by {signal.Signals(-returncode).name}"
+    return f"exited with status {returncode}"
+
+
+def _read_into(fd: int, buffer: bytearray) -> bool:
+    """Append what is there; False at end of file."""
+    while True:
+        try:
+            data = os.read(fd, 65536)
+        except BlockingIOError:
+            return True
+        if not data:
+            return False
+        buffer += data
+
+
+def _take_lines(buffer: bytearray) -> list[bytes]:
+    end = buffer.rfind(b"\n")
+    if end < 0:
+        return []
+    lines = bytes(buffer[:end]).split(b"\n")
+    del buffer[: end + 1]
+    return lines
