@@ -53,7 +53,8 @@ class Workload(msgspec.Struct, kw_only=True):
     parameters: dict[str, Any]
     """The full specification, defaults filled in, JSON-able."""
     seed: int
-    requests: list[WorkloadRequest]
+    requests: Sequence[WorkloadRequest]
+    """A list, or a sequence that makes each request when it is looked at (large workloads of token ids)."""
     dropped: dict[str, int] = {}
     """Rows of the source that were not used, counted by reason."""
     tokenizer: str | None = None

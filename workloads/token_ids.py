@@ -1,0 +1,68 @@
+"""Prompts as token ids, generated without state: any request can be made on its own, in any order, at any time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import overload
+
+import numpy as np
+import numpy.typing as npt
+
+from server.errors import UserError
+from workloads.base import WorkloadRequest
+from workloads.rng import mix
+from workloads.tokenizer import TokenizerLike
+
+DEFAULT_VOCAB_SIZE = 32_000
+FIRST_TOKEN_ID = 256
+"""Without a tokenizer ids start here: control tokens and byte fallbacks sit below in the common vocabularies."""
+
+
+class TokenIdTable:
+    """The ids that prompts are made of.
+
+    With a tokenizer: every id below `vocab_size` except special and added tokens. Without one: from `FIRST_TOKEN_ID`
+    (or an eighth of the vocabulary, if less) up to `vocab_size`.
+    """
+
+    def __init__(self, tokenizer: TokenizerLike | None, vocab_size: int | None) -> None:
+        if vocab_size is not None and vocab_size < 16:
+            raise UserError(f"vocab_size {vocab_size}: must be at least 16")
+        if tokenizer is None:
+            size = DEFAULT_VOCAB_SIZE if vocab_size is None else vocab_size
+            self.ids = np.arange(min(FIRST_TOKEN_ID, size // 8), size, dtype=np.int64)
+        else:
+            size = tokenizer.vocab_size if vocab_size is None else min(vocab_size, tokenizer.vocab_size)
+            usable = np.ones(size, dtype=bool)
+            usable[[special for special in tokenizer.special_ids if special < size]] = False
+            self.ids = np.flatnonzero(usable).astype(np.int64)
+            if len(self.ids) == 0:
+                raise UserError(f"tokenizer {tokenizer.name}: no ordinary token below vocab_size {size}")
+
+    def draw(self, keys: npt.NDArray[np.uint64], positions: npt.NDArray[np.uint64]) -> list[int]:
+        """The tokens at `positions` of the streams `keys` (broadcast to one dimension)."""
+        picks = mix(keys, positions) % np.uint64(len(self.ids))
+        tokens: list[int] = self.ids[picks.astype(np.int64)].tolist()
+        return tokens
+
+
+class GeneratedRequests(Sequence[WorkloadRequest]):
+    """Requests made when they are looked at: a million prompts of a thousand tokens need no memory until sent."""
+
+    def __init__(self, make: Callable[[int], WorkloadRequest], indices: range) -> None:
+        self._make = make
+        self._indices = indices
+
+    def __len__(self) -> int:
+        return len(self._indices)
+
+    @overload
+    def __getitem__(self, position: int) -> WorkloadRequest: ...
+
+    @overload
+    def __getitem__(self, position: slice) -> GeneratedRequests: ...
+
+    def __getitem__(self, position: int | slice) -> WorkloadRequest | GeneratedRequests:
+        if isinstance(position, slice):
+            return GeneratedRequests(self._make, self._indices[position])
+        return self._make(self._indices[position])
