@@ -131,7 +131,7 @@ class CellConfig(msgspec.Struct, kw_only=True):
     workload: dict[str, Any]
     """The workload's full specification, with its name under "name"."""
     arrival: dict[str, Any]
-    """The arrival process' full specification, e.g. {"process": "poisson", "rate": 4.0}."""
+    """The arrival process' full specification, its name under "name", e.g. {"name": "poisson", "rate": 4.0}."""
     seed: int = 0
     slos: list[str] = []
 
@@ -205,6 +205,20 @@ class CellResult(msgspec.Struct, kw_only=True):
     duration_s: float | None = None
 
 
+class ReferenceFigure(msgspec.Struct, kw_only=True):
+    """A figure measured elsewhere that a report shows beside ours."""
+
+    cell_id: str
+    source: str
+    """What measured it, and on what."""
+    metric: str
+    """A key of `reports.metrics.METRICS`."""
+    value: float
+    limit: float | None = None
+    """The hardware's bound."""
+    target: float | None = None
+
+
 class MatrixIndex(msgspec.Struct, kw_only=True):
     """`matrix.json` in a result directory: the suite, in order, and where each cell's result is."""
 
@@ -215,6 +229,8 @@ class MatrixIndex(msgspec.Struct, kw_only=True):
     """File names relative to the directory."""
     provenance: Provenance
     interrupted: bool = False
+    description: str = ""
+    reference: list[ReferenceFigure] = []
 
 
 def config_digest(config: CellConfig) -> str:

@@ -1,0 +1,199 @@
+"""Suites: named matrices in TOML. Read, overridden with `--set`, checked; every mistake is one line that names it."""
+
+from __future__ import annotations
+
+import inspect
+import re
+import tomllib
+from collections.abc import Sequence
+from importlib import resources
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+
+from server.errors import UserError
+from workloads.parameters import convert, near_matches
+
+StartKind = Literal["cold", "warm"]
+
+
+class Load(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """A workload and the arrival processes that it is replayed under, one cell each."""
+
+    workload: dict[str, Any]
+    """Specification for `workloads.build_workload`, its name under "name"."""
+    arrivals: list[dict[str, Any]]
+    """Specifications for `workloads.arrivals.build_schedule`, each process under "name"."""
+    label: str | None = None
+    """Part of the cells' ids; default: the workload's name."""
+    endpoint: Literal["completions", "chat"] = "completions"
+    slos: list[str] = []
+    models: list[str] | None = None
+    """Only for these models of the suite; default: for all."""
+
+
+class Reference(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """A figure measured elsewhere, shown beside ours: a cell's id, a metric, and what it was."""
+
+    cell: str
+    metric: str
+    value: float
+    limit: float | None = None
+    """The hardware's bound for this metric."""
+    target: float | None = None
+
+
+class ReferenceTable(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    source: str
+    """What measured the figures, and on what."""
+    rows: list[Reference] = []
+
+
+class Suite(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """A matrix: the product of engines, models, modes, backends and loads."""
+
+    name: str = ""
+    description: str = ""
+    seed: int = 0
+    engines: list[str] = ["benchctl"]
+    models: list[str]
+    modes: list[str] = ["compile", "eager"]
+    backends: list[str] = ["auto"]
+    url: str | None = None
+    """For engine `url`."""
+    server: dict[str, Any] = {}
+    """Flags of `benchctl serve` for every server, with underscores, e.g. `max_model_len = 2048`."""
+    loads: list[Load]
+    starts: list[StartKind] = ["cold", "warm"]
+    """Which starts are timed; the last one started serves the loads. Warm needs cold before it."""
+    start_repeats: int = 1
+    """Timed starts of each kind."""
+    start_timeout_s: float = 900.0
+    cell_timeout_s: float = 900.0
+    reference: ReferenceTable | None = None
+
+
+def shipped_suites() -> dict[str, str]:
+    """Name -> first line of the description of every suite that comes with benchctl."""
+    folder = resources.files("workloads") / "suites"
+    names = sorted(entry.name.removesuffix(".toml") for entry in folder.iterdir() if entry.name.endswith(".toml"))
+    return {name: load_suite(name).description.strip().split("\n")[0] for name in names}
+
+
+def load_suite(name_or_file: str, assignments: Sequence[str] = ()) -> Suite:
+    """Read a shipped suite by name or any suite by path, apply `--set` assignments, check it.
+
+    Raises UserError: no such suite, broken TOML (line and column), unknown keys, values that cannot be.
+    """
+    where, text = _find(name_or_file)
+    try:
+        data = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise UserError(f"{where}: invalid TOML: {error}") from None
+    for assignment in assignments:
+        _assign(data, assignment)
+    for key in ("models", "loads"):
+        if key not in data:
+            raise UserError(f"{where}: `{key}` is missing")
+    suite: Suite = convert(Suite, data, where=where)
+    if not suite.name:
+        suite.name = Path(name_or_file).stem
+    _check(suite, where)
+    return suite
+
+
+def _find(name_or_file: str) -> tuple[str, str]:
+    """(how messages refer to it, its text)"""
+    path = Path(name_or_file).expanduser()
+    looks_like_path = path.suffix == ".toml" or "/" in name_or_file
+    if not looks_like_path:
+        folder = resources.files("workloads") / "suites"
+        shipped = [entry.name for entry in folder.iterdir()]
+        if f"{name_or_file}.toml" in shipped:
+            return f"suite {name_or_file}", (folder / f"{name_or_file}.toml").read_text(encoding="utf-8")
+        if not path.is_file():
+            names = [name.removesuffix(".toml") for name in shipped if name.endswith(".toml")]
+            hint = near_matches(name_or_file, names)
+            raise UserError(f"suite {name_or_file!r} is unknown; {hint} (or give a path that ends in .toml)")
+    try:
+        return str(path), path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path}: not UTF-8 at byte {error.start}") from None
+    except OSError as error:
+        raise UserError(f"suite file {path}: {error.strerror}") from None
+
+
+def _assign(data: dict[str, Any], assignment: str) -> None:
+    """Apply `dotted.key=value`; the value is TOML where it parses, else text. Numbers in the key index lists."""
+    key, equals, text = assignment.partition("=")
+    parts = key.strip().split(".")
+    if not equals or not all(parts):
+        raise UserError(f"--set {assignment!r}: expected key=value, e.g. server.max_model_len=1024")
+    try:
+        value = tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        value = text
+    target: Any = data
+    for depth, part in enumerate(parts):
+        last = depth == len(parts) - 1
+        if isinstance(target, list):
+            if not re.fullmatch(r"\d+", part) or int(part) >= len(target):
+                below = ".".join(parts[:depth])
+                raise UserError(f"--set {assignment!r}: `{below}` has entries 0 to {len(target) - 1}, not {part!r}")
+            index: Any = int(part)
+        elif isinstance(target, dict):
+            index = part
+            if not last:
+                target.setdefault(index, {})
+        else:
+            raise UserError(f"--set {assignment!r}: `{'.'.join(parts[:depth])}` is a plain value")
+        if last:
+            target[index] = value
+        else:
+            target = target[index]
+
+
+def _check(suite: Suite, where: str) -> None:
+    from benchctl.targets import ENGINES
+
+    for key in ("engines", "models", "modes", "backends", "loads", "starts"):
+        values = getattr(suite, key)
+        if not values:
+            raise UserError(f"{where}: `{key}` is empty; nothing would run")
+        if key != "loads" and len(set(values)) != len(values):
+            raise UserError(f"{where}: `{key}` names an entry twice")
+    _check_names(suite.engines, ENGINES, f"{where}: engine")
+    _check_names(suite.modes, ("compile", "eager"), f"{where}: mode")
+    _check_names(suite.backends, ("auto", "FLASH_ATTN", "TRITON_ATTN", "TORCH_SDPA"), f"{where}: attention backend")
+    _check_names(suite.server, _serve_flags(), f"{where}: server flag")
+    if suite.starts[0] == "warm":
+        raise UserError(f'{where}: `starts`: a warm start needs a cold one before it: starts = ["cold", "warm"]')
+    for key in ("start_repeats", "start_timeout_s", "cell_timeout_s"):
+        if not 0 < getattr(suite, key) < float("inf"):
+            raise UserError(f"{where}: `{key}` must be a finite number above 0, not {getattr(suite, key)}")
+    if "url" in suite.engines and not suite.url:
+        raise UserError(f'{where}: engine "url" needs `url`, e.g. url = "http://127.0.0.1:8000"')
+    for number, load in enumerate(suite.loads):
+        at = f"{where}: loads[{number}]"
+        if not isinstance(load.workload.get("name"), str):
+            raise UserError(f"{at}: `workload.name` is missing")
+        if not load.arrivals:
+            raise UserError(f"{at}: `arrivals` is empty; nothing would run")
+        if load.models is not None:
+            _check_names(load.models, suite.models, f"{at}: model")
+
+
+def _check_names(names: Any, known: Any, what: str) -> None:
+    for name in names:
+        if name not in known:
+            raise UserError(f"{what} {name!r} is unknown; {near_matches(str(name), known)}")
+
+
+def _serve_flags() -> set[str]:
+    """Flags of `benchctl serve` that a suite may set: those that the matrix does not set itself."""
+    from benchctl.commands.serve import serve
+
+    ours = {"model", "mode", "enforce_eager", "attention_backend", "host", "port", "api_key", "ready_file"}
+    ours |= {"compilation_cache_dir", "explain_cache", "startup_json", "startup_trace"}
+    return set(inspect.signature(serve).parameters) - ours

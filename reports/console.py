@@ -1,0 +1,132 @@
+"""Rich tables for the terminal: the same content as the other reports, problems first."""
+
+from __future__ import annotations
+
+from rich.console import Console, Group, RenderableType
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from reports import formatting
+from reports.directory import ResultSet
+from reports.metrics import pick
+from reports.schema import CellResult, Status
+from reports.view import COMPARED, View
+
+STYLES: dict[Status, str] = {
+    "ok": "green",
+    "invalid": "yellow",
+    "unsupported": "dim",
+    "failed": "bold red",
+    "timeout": "red",
+    "interrupted": "yellow",
+}
+_COLUMNS = pick("output_tokens_per_s", "ttft_p50_s", "ttft_p99_s", "tpot_p50_s", "itl_p99_s", "requests_per_s")
+_STARTS = pick("to_healthy_cold_s", "to_healthy_warm_s", "to_first_token_cold_s", "to_first_token_warm_s")
+
+
+def print_report(results: ResultSet, console: Console) -> None:
+    """Print the whole report."""
+    console.print(render(results))
+
+
+def render(results: ResultSet) -> RenderableType:
+    view = View(results)
+    parts: list[RenderableType] = [_headline(view)]
+    parts += [_problem(cell) for cell in view.problems]
+    parts += [_failures(cell) for cell in view.with_failures]
+    parts += _group_tables(view)
+    parts += [table for table in (_starts(view), _comparisons(view), _unsupported(view)) if table is not None]
+    return Group(*(Padding(part, (0, 0, 1, 0)) for part in parts))
+
+
+def _headline(view: View) -> Text:
+    text = Text.assemble(("benchctl ", "bold"), (view.source.title, "bold cyan"), f"  {len(view.cells)} cells:")
+    for status, number in view.status_counts().items():
+        text.append(f"  {number} {status}", STYLES[status])
+    if view.source.index is not None and view.source.index.interrupted:
+        text.append("  (interrupted: partial results)", "yellow")
+    return text
+
+
+def _problem(cell: CellResult) -> Text:
+    text = Text.assemble((cell.status, STYLES[cell.status]), " ", (cell.cell_id, "bold"), "\n")
+    text.append(f"  {cell.reason or 'no reason given'}")
+    for line in cell.log_tail[-8:]:
+        text.append(f"\n  │ {line}", "dim")
+    return text
+
+
+def _failures(cell: CellResult) -> Text:
+    assert cell.metrics is not None
+    causes = ", ".join(f"{number} {cause}" for cause, number in cell.metrics.errors.items())
+    return Text.assemble((f"{cell.metrics.failed} failed requests ", "red"), (cell.cell_id, "bold"), f"  {causes}")
+
+
+def _group_tables(view: View) -> list[RenderableType]:
+    tables: list[RenderableType] = []
+    for group in view.groups:
+        if not group.measured:
+            continue
+        table = _table(Text.assemble((group.model, "bold"), f"  {group.title}"))
+        table.add_column("")
+        for metric in _COLUMNS:
+            table.add_column(metric.label, justify="right")
+        for cell in group.measured:
+            style = STYLES[cell.status] if cell.status != "ok" else None
+            table.add_row(
+                Text(view.variant_label(cell.config)), *(metric.text(cell) for metric in _COLUMNS), style=style
+            )
+        tables.append(table)
+    return tables
+
+
+def _starts(view: View) -> Table | None:
+    if not view.servers:
+        return None
+    table = _table(Text("Start-up", "bold"))
+    table.add_column("")
+    for metric in _STARTS:
+        table.add_column(metric.label, justify="right")
+    for cell in view.servers:
+        name = Text.assemble((f"{cell.config.model} ", "dim"), view.variant_label(cell.config))
+        table.add_row(name, *(metric.text(cell) for metric in _STARTS))
+    return table
+
+
+def _comparisons(view: View) -> Table | None:
+    comparisons = view.comparisons()
+    if not comparisons:
+        return None
+    table = _table(Text("What each choice buys", "bold"))
+    table.add_column("")
+    table.add_column("")
+    for metric in COMPARED:
+        table.add_column(metric.label, justify="right")
+    for comparison in comparisons:
+        names = (view.variant_label(comparison.other.config), view.variant_label(comparison.base.config))
+        cells = []
+        for metric in COMPARED:
+            value = comparison.ratio(metric)
+            better = value is not None and (value > 1) == metric.higher_is_better
+            style = "" if value is None or 0.98 < value < 1.02 else "green" if better else "red"
+            cells.append(Text(formatting.ratio(value), style))
+        table.add_row(Text(f"{names[0]} vs {names[1]}"), Text(comparison.group.title, "dim"), *cells)
+    return table
+
+
+def _unsupported(view: View) -> Text | None:
+    reasons: dict[str, list[str]] = {}
+    for cell in view.with_status("unsupported"):
+        reasons.setdefault(cell.reason or "no reason given", []).append(view.variant_label(cell.config))
+    if not reasons:
+        return None
+    text = Text("Unsupported here", "bold")
+    for reason, names in reasons.items():
+        text.append(f"\n  {', '.join(dict.fromkeys(names))}: ", "default")
+        text.append(reason, "dim")
+    return text
+
+
+def _table(title: Text) -> Table:
+    return Table(title=title, title_justify="left", box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")

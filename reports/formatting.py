@@ -1,0 +1,57 @@
+"""Numbers as people read them. What is not known is a dash, never a zero."""
+
+from __future__ import annotations
+
+UNKNOWN = "–"
+
+
+def seconds(value: float | None) -> str:
+    """`850 µs`, `12.3 ms`, `4.56 s`, `2 min 05 s`."""
+    if value is None:
+        return UNKNOWN
+    size = abs(value)
+    if size >= 99.95:
+        minutes, rest = divmod(round(size), 60)
+        text = f"{minutes} min {rest:02d} s"
+        return f"-{text}" if value < 0 else text
+    if size >= 0.99995:
+        return f"{significant(value)} s"
+    if size >= 0.99995e-3:
+        return f"{significant(value * 1e3)} ms"
+    return "0 s" if value == 0 else f"{significant(value * 1e6)} µs"
+
+
+def significant(value: float | None) -> str:
+    """Three significant digits below 1000, whole numbers with commas above: `0.0123`, `45.6`, `12,300`."""
+    if value is None:
+        return UNKNOWN
+    size = abs(value)
+    if size >= 999.5:
+        return f"{value:,.0f}"
+    if size >= 99.95:
+        return f"{value:.0f}"
+    if size >= 9.995:
+        return f"{value:.1f}"
+    if size >= 0.9995:
+        return f"{value:.2f}"
+    return "0" if value == 0 else f"{value:.3g}"
+
+
+def count(value: int | None) -> str:
+    return UNKNOWN if value is None else f"{value:,}"
+
+
+def ratio(value: float | None) -> str:
+    """`1.37×`"""
+    return UNKNOWN if value is None else f"{value:.2f}×"
+
+
+def byte_size(value: float | None) -> str:
+    """Binary units: `1.50 GiB`."""
+    if value is None:
+        return UNKNOWN
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(value) < 1024:
+            return f"{significant(value)} {unit}"
+        value /= 1024
+    return f"{significant(value)} TiB"

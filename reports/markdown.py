@@ -1,0 +1,127 @@
+"""Markdown that fits a pull-request comment: problems first, one table per group, what each choice buys."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from reports import formatting
+from reports.directory import ResultSet
+from reports.metrics import pick
+from reports.schema import CellResult
+from reports.view import COMPARED, View
+
+# GitHub refuses comments above 65,536 characters.
+MAX_CHARACTERS = 65_000
+_COLUMNS = pick(
+    "output_tokens_per_s",
+    "ttft_p50_s",
+    "ttft_p99_s",
+    "tpot_p50_s",
+    "itl_p99_s",
+    "to_healthy_cold_s",
+    "to_healthy_warm_s",
+)
+
+
+def render_markdown(results: ResultSet) -> str:
+    """The report as GitHub-flavoured Markdown, at most `MAX_CHARACTERS` long (whole sections are left out then)."""
+    view = View(results)
+    sections = [_heading(view), _problems(view), *_groups(view), _comparisons(view), _unsupported(view), _footer(view)]
+    text = ""
+    left_out = 0
+    for section in sections:
+        if not section:
+            continue
+        if len(text) + len(section) > MAX_CHARACTERS - 100:
+            left_out += 1
+        else:
+            text += section + "\n"
+    if left_out:
+        text += f"\n_{left_out} more sections did not fit; see the HTML report._\n"
+    return text
+
+
+def _heading(view: View) -> str:
+    counts = ", ".join(f"{number} {status}" for status, number in view.status_counts().items())
+    lines = [f"## benchctl: {_cell(view.source.title)}", "", f"{len(view.cells)} cells: {counts or 'none'}"]
+    if view.source.index is not None and view.source.index.interrupted:
+        lines[-1] += " (interrupted: partial results)"
+    return "\n".join(lines) + "\n"
+
+
+def _problems(view: View) -> str:
+    lines = [
+        f"- **{cell.status}** `{_code(cell.cell_id)}`: {_cell(cell.reason or 'no reason given')}"
+        for cell in view.problems
+    ]
+    for cell in view.with_failures:
+        assert cell.metrics is not None
+        causes = ", ".join(f"{number} {cause}" for cause, number in cell.metrics.errors.items())
+        lines.append(f"- `{_code(cell.cell_id)}`: {cell.metrics.failed} failed requests ({_cell(causes)})")
+    return "\n".join(["### Problems", "", *lines, ""]) if lines else ""
+
+
+def _groups(view: View) -> list[str]:
+    sections = []
+    for group in view.groups:
+        if not group.measured:
+            continue
+        rows = [
+            [view.variant_label(cell.config), *(metric.text(cell) for metric in _COLUMNS)] for cell in group.measured
+        ]
+        title = f"### {_cell(group.model)}: {_cell(group.title)}"
+        sections.append("\n".join([title, "", _table(["", *(metric.label for metric in _COLUMNS)], rows), ""]))
+    return sections
+
+
+def _comparisons(view: View) -> str:
+    rows = []
+    for comparison in view.comparisons():
+        names = f"{view.variant_label(comparison.other.config)} vs {view.variant_label(comparison.base.config)}"
+        ratios = [formatting.ratio(comparison.ratio(metric)) for metric in COMPARED]
+        rows.append([names, f"{comparison.group.model}: {comparison.group.title}", *ratios])
+    if not rows:
+        return ""
+    return "\n".join(["### What each choice buys", "", _table(["", "", *(m.label for m in COMPARED)], rows), ""])
+
+
+def _unsupported(view: View) -> str:
+    reasons: dict[str, list[CellResult]] = {}
+    for cell in view.with_status("unsupported"):
+        reasons.setdefault(cell.reason or "no reason given", []).append(cell)
+    if not reasons:
+        return ""
+    lines = ["### Unsupported here", ""]
+    for reason, cells in reasons.items():
+        names = ", ".join(dict.fromkeys(f"`{_code(view.variant_label(cell.config))}`" for cell in cells))
+        lines.append(f"- {names}: {_cell(reason)}")
+    return "\n".join([*lines, ""])
+
+
+def _footer(view: View) -> str:
+    if not view.cells:
+        return ""
+    made = view.cells[0].provenance
+    gpus = ", ".join(str(gpu.get("name", "GPU")) for gpu in made.gpus)
+    commit = f"commit {made.git_commit[:12]}{' + changes' if made.git_dirty else ''}" if made.git_commit else None
+    parts = [commit, gpus or made.cpu, f"benchctl {made.benchctl_version}", made.started_at]
+    return f"<sub>{' · '.join(_cell(part) for part in parts if part)}</sub>\n"
+
+
+def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = ["| " + " | ".join(_cell(text) for text in header) + " |"]
+    lines.append("|---|" + "---:|" * (len(header) - 1))
+    lines += ["| " + " | ".join(_cell(text) for text in row) + " |" for row in rows]
+    return "\n".join(lines)
+
+
+def _cell(text: str) -> str:
+    """Text that cannot break out of a table cell, become markup or notify anybody."""
+    flat = " ".join(text.split())
+    for character in "\\`*_[]<>|#~":
+        flat = flat.replace(character, f"&#{ord(character)};" if character in "<>|" else f"\\{character}")
+    return flat.replace("@", "@\u200b")
+
+
+def _code(text: str) -> str:
+    return " ".join(text.split()).replace("`", "'").replace("|", "¦")
