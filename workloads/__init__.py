@@ -7,17 +7,23 @@ from typing import Any
 
 from server.errors import UserError
 from workloads.base import Workload
+from workloads.custom import build_custom
 from workloads.parameters import near_matches
 from workloads.rng import check_seed
+from workloads.sharegpt import build_sharegpt
 from workloads.sharegpt_like import build_sharegpt_like
 from workloads.synthetic import build_synthetic
 from workloads.tokenizer import TokenizerLike
+from workloads.trace import build_trace
 
 Builder = Callable[..., Workload]
 
 _BUILDERS: dict[str, tuple[Builder, str]] = {
     "synthetic": (build_synthetic, "stated length distributions, exact token ids or text, shared prefixes"),
     "sharegpt-like": (build_sharegpt_like, "ShareGPT's lengths from a fit, text of our own; needs no file"),
+    "sharegpt": (build_sharegpt, "conversations from a ShareGPT file, vLLM's filter, single or turn by turn"),
+    "trace": (build_trace, "Azure, Mooncake, BurstGPT or exported traces: lengths, times and shared prefixes"),
+    "custom": (build_custom, "prompts, messages or turns from a JSONL file"),
 }
 
 

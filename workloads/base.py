@@ -41,7 +41,8 @@ class WorkloadRequest(msgspec.Struct, omit_defaults=True, kw_only=True):
     think_time_s: float = 0.0
     """Wait between the end of the turn before and this one."""
     append_reply: bool = False
-    """True: the replies of earlier turns of the conversation are put into `messages` as the server gave them."""
+    """True: `messages` holds only what this turn adds; the sender puts the earlier turns' messages before it, each
+    turn's followed by the reply that the server gave (role assistant). False: `messages` is complete."""
     extra_body: dict[str, Any] = {}
     """Further fields of the request's JSON body (temperature, seed, ...)."""
 
