@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from array import array
 from collections.abc import Iterator
 from pathlib import Path
@@ -56,7 +57,7 @@ def export_workload(workload: Workload, file: BinaryIO) -> int:
 class _MakeFromFile:
     """Request i read from its line: the file is the memory."""
 
-    def __init__(self, path: Path, offsets: array[int], times_s: array[float] | None) -> None:
+    def __init__(self, path: Path, offsets: array[int], times_s: array[float]) -> None:
         self._path, self._offsets, self._times_s = path, offsets, times_s
 
     def __call__(self, index: int) -> WorkloadRequest:
@@ -67,9 +68,13 @@ class _MakeFromFile:
         except (OSError, msgspec.DecodeError) as error:
             raise UserError(f"{self._path}: changed while it was replayed ({error})") from None
         request.index = index
-        if self._times_s is not None:
-            request.timestamp_s = self._times_s[index]
+        request.timestamp_s = self.timestamp_s(index)
         return request
+
+    def timestamp_s(self, index: int) -> float | None:
+        """Seconds from the start of the run, or None; NaN stands for None in the array."""
+        time_s = self._times_s[index]
+        return None if math.isnan(time_s) else time_s
 
 
 def replay_export(
@@ -106,13 +111,13 @@ def replay_export(
         if num_requests is not None and len(offsets) == num_requests:
             continue
         offsets.append(offset)
-        times_s.append(((request.timestamp_s or 0.0) - start_s) / speedup)
+        times_s.append(math.nan if request.timestamp_s is None else (request.timestamp_s - start_s) / speedup)
     if not offsets:
         raise UserError(f"{path}: no request is left" + (" between start_s and end_s" if rows else ""))
     notes = [f"replayed from an export of `{header.name}`", *header.notes]
     if digest.hexdigest() != header.digest:
         notes.append("the file was changed after its export: its requests no longer have the digest in its header")
-    make = _MakeFromFile(path, offsets, times_s if timed else None)
+    make = _MakeFromFile(path, offsets, times_s)
     return Workload(
         name="trace",
         parameters={**parameters, "format": "jsonl"},

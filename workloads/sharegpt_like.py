@@ -65,6 +65,9 @@ class _MakeIds:
             ignore_eos=self._ignore_eos,
         )
 
+    def timestamp_s(self, index: int) -> None:
+        """None: an arrival process decides."""
+
 
 def build_sharegpt_like(spec: dict[str, Any], *, seed: int, tokenizer: TokenizerLike | None) -> Workload:
     """Build from a specification (without `name`). Raises UserError for parameters that cannot be met."""

@@ -66,6 +66,9 @@ class _MakeIds:
             ignore_eos=self._ignore_eos,
         )
 
+    def timestamp_s(self, index: int) -> None:
+        """None: an arrival process decides."""
+
 
 def build_synthetic(spec: dict[str, Any], *, seed: int, tokenizer: TokenizerLike | None) -> Workload:
     """Build from a specification (without `name`). Raises UserError for parameters that cannot be met."""

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import overload
+from collections.abc import Sequence
+from typing import Protocol, overload
 
 import numpy as np
 import numpy.typing as npt
@@ -46,15 +46,30 @@ class TokenIdTable:
         return tokens
 
 
+class RequestMaker(Protocol):
+    """Makes request number `index` of a workload; must be picklable, and must always make the same."""
+
+    def __call__(self, index: int) -> WorkloadRequest:
+        """The whole request."""
+
+    def timestamp_s(self, index: int) -> float | None:
+        """Its `timestamp_s` without making the prompt."""
+
+
 class GeneratedRequests(Sequence[WorkloadRequest]):
     """Requests made when they are looked at: a million prompts of a thousand tokens need no memory until sent."""
 
-    def __init__(self, make: Callable[[int], WorkloadRequest], indices: range) -> None:
+    def __init__(self, make: RequestMaker, indices: range) -> None:
         self._make = make
         self._indices = indices
 
     def __len__(self) -> int:
         return len(self._indices)
+
+    @property
+    def timestamps_s(self) -> list[float | None]:
+        """`timestamp_s` of every request, without making prompts."""
+        return [self._make.timestamp_s(index) for index in self._indices]
 
     @overload
     def __getitem__(self, position: int) -> WorkloadRequest: ...
@@ -66,3 +81,10 @@ class GeneratedRequests(Sequence[WorkloadRequest]):
         if isinstance(position, slice):
             return GeneratedRequests(self._make, self._indices[position])
         return self._make(self._indices[position])
+
+
+def request_timestamps(requests: Sequence[WorkloadRequest]) -> list[float | None]:
+    """`timestamp_s` of every request, the cheapest way there is."""
+    if isinstance(requests, GeneratedRequests):
+        return requests.timestamps_s
+    return [request.timestamp_s for request in requests]

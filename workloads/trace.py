@@ -75,8 +75,13 @@ class _MakeIds:
             prompt_tokens=length,
             max_tokens=int(self._rows.output_lens[row]),
             ignore_eos=self._parameters.ignore_eos,
-            timestamp_s=(repetition * self._period_s + float(self._rows.times_s[row])) / self._parameters.speedup,
+            timestamp_s=self.timestamp_s(index),
         )
+
+    def timestamp_s(self, index: int) -> float:
+        """Seconds from the start of the run."""
+        repetition, row = divmod(index, self._per_loop)
+        return (repetition * self._period_s + float(self._rows.times_s[row])) / self._parameters.speedup
 
     def _keys(
         self, index: int, repetition: int, row: int, length: int
