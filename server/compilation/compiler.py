@@ -1,0 +1,219 @@
+"""Compiled form of a model's forward pass: from the disk cache, or captured, split and compiled now.
+
+    compiled = compile_or_load(model, factors, cache, work_dir, ...)
+    forward = compiled.bind(attention)   # (input_ids, positions) -> hidden states
+    ...first runs, at full size, which settle what is benchmarked at a first run...
+    compiled.publish()
+
+A warm start imports Inductor to load its artifacts but runs neither it nor Dynamo. A cold start holds the entry's lock
+until `publish`, so that a second server waits and then loads.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import shutil
+import threading
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import msgspec
+import torch
+from torch import nn
+
+from server.compilation import factors as factors_module
+from server.compilation.executor import AttentionCall, PlanExecutor
+from server.compilation.pieces import CompiledPiece, compile_piece, inductor_dir, load_piece
+from server.compilation.plan import Plan
+from server.compilation.store import CacheEntryError, CompileCache
+from server.errors import UserError
+from server.timeline import Timeline
+
+logger = logging.getLogger(__name__)
+
+LOCK_TIMEOUT_S = 180.0
+"""How long to wait for another server that compiles the same graph, before compiling it again."""
+
+_PLAN = "plan.json"
+_INDUCTOR = "inductor"
+
+
+class CompiledModel:
+    """A plan and its compiled pieces; `bind` makes it callable."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        plan: Plan,
+        pieces: list[CompiledPiece],
+        *,
+        key: str,
+        cache_hit: bool,
+        directory: Path,
+    ) -> None:
+        self.model = model
+        self.plan = plan
+        self.pieces = pieces
+        self.key = key
+        self.cache_hit = cache_hit
+        self.directory = directory
+        """Private copy of the entry; Inductor's caches are below it."""
+
+    def bind(self, attention: AttentionCall | None = None) -> PlanExecutor:
+        """The forward pass on the model's weights; `attention` defaults to the custom op."""
+        weights = {**dict(self.model.named_parameters()), **dict(self.model.named_buffers())}
+        return PlanExecutor(self.plan, self.pieces, weights, attention or torch.ops.benchserve.attention.default)
+
+
+class ModelCompiler:
+    """One model's way into compiled form. Use as a context manager: leaving it releases the entry's lock."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        factors: Mapping[str, str],
+        cache: CompileCache,
+        work_dir: Path,
+        timeline: Timeline,
+        *,
+        device: torch.device,
+        token_budget: int,
+    ) -> None:
+        """`model` takes `(input_ids, positions)`, int64 (T,) each, T up to `token_budget`; its weights need not be
+        loaded yet. `work_dir` must be private to this process."""
+        self.model = model
+        self.factors = dict(factors)
+        self.key = factors_module.cache_key(factors)
+        self.cache = cache
+        self.directory = work_dir / self.key
+        self.timeline = timeline
+        self.device = device
+        self.token_budget = token_budget
+        self._lock = contextlib.ExitStack()
+        self._holds_lock = False
+
+    def __enter__(self) -> ModelCompiler:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.close()
+
+    def build(self) -> CompiledModel:
+        """Load the compiled model, or compile it.
+
+        Raises UserError when it must be compiled and cannot be: no C++ compiler on CPU, no space to work in.
+        """
+        if self.device.type == "cpu" and factors_module.cpp_compiler() is None:
+            raise UserError(
+                "--mode compile: no C++ compiler is found ($CXX or g++); install one or pass --enforce-eager"
+            )
+        compiled = self._load()
+        if compiled is not None:
+            return compiled
+        with self.timeline.span("compile/lock"):
+            self._holds_lock = self._lock.enter_context(self.cache.lock(self.key, LOCK_TIMEOUT_S))
+        if self._holds_lock:
+            compiled = self._load()  # another server may have stored it meanwhile
+            if compiled is not None:
+                self._lock.close()
+                return compiled
+        try:
+            return self._compile()
+        except OSError as error:
+            raise UserError(
+                f"--mode compile: cannot work in {self.directory}: {error.strerror}; free space there, point TMPDIR "
+                "elsewhere, or pass --enforce-eager"
+            ) from error
+
+    def publish(self, compiled: CompiledModel) -> None:
+        """Store what was compiled, after the first full-size run has settled it. A cache that cannot be written to is
+        worth a warning, no more."""
+        if compiled.cache_hit:
+            return
+        try:
+            with self.timeline.span("compile/store"):
+                self.cache.publish(self.key, self.directory, self.factors)
+        except (OSError, CacheEntryError) as error:
+            logger.warning("compiled graph is not cached, the next start compiles again: %s", error)
+        finally:
+            self._lock.close()
+
+    def _load(self) -> CompiledModel | None:
+        self._fresh_directory()
+        try:
+            with self.timeline.span("compile/fetch") as attributes:
+                found = self.cache.fetch(self.key, self.directory)
+                attributes["cache"] = "hit" if found else "miss"
+            if not found:
+                return None
+            plan = msgspec.json.decode((self.directory / _PLAN).read_bytes(), type=Plan)
+            plan.check()
+            pieces = []
+            with inductor_dir(self.directory / _INDUCTOR):
+                with self.timeline.span("compile/import-inductor"):
+                    self._import_inductor()
+                for number in range(plan.num_pieces):
+                    with self.timeline.span(f"compile/inductor/piece-{number}", cache="hit"):
+                        pieces.append(load_piece(self._artifact(number)))
+            return CompiledModel(self.model, plan, pieces, key=self.key, cache_hit=True, directory=self.directory)
+        except Exception as error:  # torch checks its artifacts with bare asserts and unpickling errors of all kinds
+            logger.warning(
+                "compile cache: entry %s cannot be used and is compiled again: %s: %s",
+                self.key,
+                type(error).__name__,
+                error,
+            )
+            return None
+
+    def _compile(self) -> CompiledModel:
+        self._fresh_directory()
+        with inductor_dir(self.directory / _INDUCTOR):
+            with self.timeline.span("compile/import-inductor"):
+                from server.compilation.capture import capture
+                from server.compilation.split import split
+
+            probe = self._start_isa_probe()
+            with self.timeline.span("compile/dynamo"):
+                captured = capture(self.model, _tuning_size(self.token_budget), self.device)
+            with self.timeline.span("compile/split"):
+                graph = split(captured)
+            with self.timeline.span("compile/isa-probe"):
+                probe()
+            pieces = []
+            for number, piece in enumerate(graph.pieces):
+                with self.timeline.span(f"compile/inductor/piece-{number}", cache="miss"):
+                    pieces.append(compile_piece(piece, self._artifact(number)))
+        (self.directory / _PLAN).write_bytes(msgspec.json.encode(graph.plan))
+        return CompiledModel(self.model, graph.plan, pieces, key=self.key, cache_hit=False, directory=self.directory)
+
+    def _import_inductor(self) -> None:
+        """Import what loading needs, while the probe runs."""
+
+        probe = self._start_isa_probe()
+
+        probe()
+
+    def _start_isa_probe(self) -> Callable[[], None]:
+        """On CPU Inductor finds out which vector instructions work by compiling and running programs: let it do so in
+        a thread beside other work, and call the result to wait for the answer."""
+        if self.device.type != "cpu":
+            return lambda: None
+        from torch._inductor.cpu_vec_isa import pick_vec_isa
+
+        thread = threading.Thread(target=pick_vec_isa, name="isa-probe")
+        thread.start()
+        return thread.join
+
+    def _artifact(self, number: int) -> Path:
+        return self.directory / f"piece-{number}.bin"
+
+    def _fresh_directory(self) -> None:
+        shutil.rmtree(self.directory, ignore_errors=True)
+        self.directory.mkdir(parents=True, mode=0o700)
+
+
+def _tuning_size(token_budget: int) -> int:
+    """Number of tokens that kernels are tuned for: the largest batch, made odd so that no property of a round number
+    (divisible by 16, equal to a size of the model) is mistaken for one of all batches."""
+    return max(3, token_budget - 1 if token_budget % 2 == 0 else token_budget)
