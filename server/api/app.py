@@ -1,0 +1,99 @@
+"""The ASGI application: routes, authentication, errors."""
+
+from __future__ import annotations
+
+import hmac
+import logging
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from server.api import routes_chat, routes_completions, routes_system, routes_tokenize
+from server.api.body import error_response
+from server.api.errors import ApiError
+from server.api.state import ApiState
+
+_log = logging.getLogger(__name__)
+
+
+def create_app(state: ApiState) -> ASGIApp:
+    app = Starlette(
+        routes=[
+            Route("/v1/completions", routes_completions.completions, methods=["POST"]),
+            Route("/v1/chat/completions", routes_chat.chat_completions, methods=["POST"]),
+            Route("/tokenize", routes_tokenize.tokenize, methods=["POST"]),
+            Route("/detokenize", routes_tokenize.detokenize, methods=["POST"]),
+            Route("/v1/models", routes_system.models),
+            Route("/v1/models/{model:path}", routes_system.model),
+            Route("/v1/startup", routes_system.startup),
+            Route("/health", routes_system.health),
+            Route("/version", routes_system.version),
+            Route("/metrics", routes_system.metrics),
+            Route("/openapi.json", routes_system.openapi),
+        ],
+        exception_handlers={
+            ApiError: _on_api_error,
+            HTTPException: _on_http_exception,
+            ClientDisconnect: _on_client_disconnect,
+            Exception: _on_bug,
+        },
+    )
+    app.state.api = state
+    return Gate(app, state.config.api.api_key)
+
+
+class Gate:
+    """Outermost: lets in who has the key (`/health` is open to all), and hands the server's own `send` on."""
+
+    def __init__(self, app: ASGIApp, api_key: str | None) -> None:
+        self._app = app
+        self._expected = None if api_key is None else b"bearer " + api_key.encode()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            scope.setdefault("state", {})["raw_send"] = send
+            if self._expected is not None and scope["path"] != "/health" and not self._has_key(scope):
+                error = ApiError(401, "The API key is missing or wrong.", code="invalid_api_key")
+                error.headers = {"WWW-Authenticate": "Bearer"}
+                await error_response(error)(scope, receive, send)
+                return
+        await self._app(scope, receive, send)
+
+    def _has_key(self, scope: Scope) -> bool:
+        assert self._expected is not None
+        values = [value for name, value in scope["headers"] if name == b"authorization"]
+        given = values[0] if len(values) == 1 else b""
+        # The scheme's name is case-insensitive, the key is not.
+        return hmac.compare_digest(given[:7].lower() + given[7:], self._expected)
+
+
+async def _on_api_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, ApiError)
+    return error_response(error)
+
+
+async def _on_http_exception(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    what = "No such route" if error.status_code == 404 else str(error.detail)
+    answer = ApiError(
+        error.status_code,
+        f"{what}: {request.method} {request.url.path}",
+        code="not_found" if error.status_code == 404 else "method_not_allowed" if error.status_code == 405 else None,
+        headers=dict(error.headers or {}),
+    )
+    return error_response(answer)
+
+
+async def _on_client_disconnect(request: Request, error: Exception) -> Response:
+    return Response(status_code=499)
+
+
+async def _on_bug(request: Request, error: Exception) -> Response:
+    # Starlette raises it again behind this answer, and uvicorn logs it with its traceback.
+    return error_response(
+        ApiError(500, "The server failed on this request.", type="server_error", code="internal_error")
+    )

@@ -1,0 +1,179 @@
+"""The API process' side of the engine: sends requests and aborts, takes the tokens of every step to their sequence."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import zmq
+import zmq.asyncio
+
+from server.api.errors import ApiError, overloaded
+from server.api.generation import Generation, Sequence
+from server.api.metrics import Metrics
+from server.config import ServerConfig
+from server.ipc import api_to_engine, engine_to_api
+from server.ipc.api_to_engine import AbortRequests, AddRequest, ApiReady
+from server.ipc.engine_to_api import EngineReady, RequestOutput, StepOutputs
+
+
+class EngineClient:
+    """Owns both sockets. Used in the event loop only."""
+
+    def __init__(self, config: ServerConfig, client_index: int, metrics: Metrics) -> None:
+        self.metrics = metrics
+        self._client_index = client_index
+        self._context = zmq.asyncio.Context()
+        self._receiver = engine_to_api.receiver(self._context, config.runtime_dir, client_index)
+        plain: zmq.Context[Any] = zmq.Context(self._context)
+        self._sender = api_to_engine.sender(plain, config.runtime_dir)
+        self._in_flight: dict[str, Sequence] = {}
+        self._idle = asyncio.Event()
+        self._idle.set()
+        scheduler = config.scheduler
+        # Each of several API processes has its share of the queue; what runs is bounded by `max_num_seqs` alone.
+        self._max_queue = -(-scheduler.max_queue // config.api.api_server_count)
+        self._max_num_seqs = scheduler.max_num_seqs
+
+    async def connect(self) -> EngineReady:
+        """Tell the engine that we are here and wait until the model can answer."""
+        self._sender.send(ApiReady(self._client_index))
+        while True:
+            message = await self._receiver.receive()
+            if isinstance(message, EngineReady):
+                return message
+
+    @property
+    def capacity(self) -> int | None:
+        """Most sequences that one request can ever have; None: unbounded."""
+        return self._max_queue + self._max_num_seqs if self._max_queue else None
+
+    @property
+    def num_in_flight(self) -> int:
+        return len(self._in_flight)
+
+    def admit(self, num_sequences: int) -> None:
+        """Raises ApiError 429 when `num_sequences` more do not fit the queue.
+
+        At most `max_num_seqs` run, so what is in flight beyond that waits: this bounds memory whatever the engine
+        says. Its own count, a step old, is the better one when KV blocks bound what runs.
+        """
+        if not self._max_queue:
+            return
+        in_flight = len(self._in_flight)
+        waiting = min(self.metrics.stats.num_waiting, in_flight)
+        if in_flight + num_sequences > self._max_queue + self._max_num_seqs or waiting >= self._max_queue:
+            self.metrics.rejected += 1
+            raise overloaded()
+
+    def submit(self, generation: Generation, priority: int) -> None:
+        """Send every sequence to the engine. Pair with `release`."""
+        self._idle.clear()
+        for sequence in generation.sequences:
+            self._in_flight[sequence.request_id] = sequence
+            self._sender.send(
+                AddRequest(
+                    sequence.request_id,
+                    self._client_index,
+                    sequence.prompt.token_ids,
+                    sequence.params,
+                    generation.arrival_ns,
+                    priority,
+                )
+            )
+
+    def release(self, generation: Generation) -> None:
+        """The handler is done; abort what it did not wait for."""
+        aborted = [s.request_id for s in generation.sequences if self._in_flight.pop(s.request_id, None) is not None]
+        if aborted:
+            self.metrics.finished["abort"] += len(aborted)
+            self._sender.send(AbortRequests(aborted))
+            self._note_idle()
+
+    def _note_idle(self) -> None:
+        if not self._in_flight:
+            self._idle.set()
+
+    async def run(self) -> None:
+        """Take the engine's messages, for ever. Raises msgspec.DecodeError when one is not of the protocol."""
+        while True:
+            message = await self._receiver.receive()
+            if isinstance(message, StepOutputs):
+                self._on_step(message)
+
+    def _on_step(self, step: StepOutputs) -> None:
+        metrics = self.metrics
+        if step.stats is not None:
+            metrics.stats = step.stats
+        if not step.outputs:
+            return
+        time_ns = step.time_ns
+        in_flight = self._in_flight
+        # Most streams got their last token in the same step before: few distinct gaps, each observed once.
+        gaps: dict[int, int] = {}
+        stopped: list[str] = []
+        tokens = 0
+        for output in step.outputs:
+            sequence = in_flight.get(output.request_id)
+            if sequence is None:  # aborted here while the step ran there
+                continue
+            count = len(output.new_token_ids)
+            if count:
+                tokens += count
+                last = sequence.last_token_ns
+                if last:
+                    gap = time_ns - last
+                    gaps[gap] = gaps.get(gap, 0) + 1
+                else:
+                    self._on_first_token(sequence, output, time_ns)
+                sequence.last_token_ns = time_ns
+            sequence.push(output)
+            if sequence.finish_reason is not None:
+                del in_flight[output.request_id]
+                self._on_finish(sequence)
+                if output.finish_reason is None:
+                    stopped.append(output.request_id)
+        metrics.generation_tokens += tokens
+        metrics.iteration_tokens.observe(tokens)
+        for gap, count in gaps.items():
+            metrics.inter_token.observe(gap * 1e-9, count)
+        if stopped:
+            self._sender.send(AbortRequests(stopped))
+        self._note_idle()
+
+    def _on_first_token(self, sequence: Sequence, output: RequestOutput, time_ns: int) -> None:
+        metrics = self.metrics
+        sequence.first_token_ns = time_ns
+        sequence.scheduled_ns = output.scheduled_ns
+        if sequence.prompt.num_cached_tokens is None:
+            sequence.prompt.num_cached_tokens = output.num_cached_tokens
+        metrics.prompt_tokens += len(sequence.prompt.token_ids)
+        metrics.ttft.observe((time_ns - sequence.arrival_ns) * 1e-9)
+        if output.scheduled_ns:
+            metrics.queue.observe((output.scheduled_ns - output.queued_ns) * 1e-9)
+            metrics.prefill.observe((time_ns - output.scheduled_ns) * 1e-9)
+
+    def _on_finish(self, sequence: Sequence) -> None:
+        metrics = self.metrics
+        reason = sequence.finish_reason
+        assert reason is not None
+        metrics.finished[reason] += 1
+        metrics.request_prompt_tokens.observe(len(sequence.prompt.token_ids))
+        metrics.request_generation_tokens.observe(sequence.num_tokens)
+        if sequence.first_token_ns:
+            metrics.e2e.observe((sequence.last_token_ns - sequence.arrival_ns) * 1e-9)
+            metrics.decode.observe((sequence.last_token_ns - sequence.first_token_ns) * 1e-9)
+
+    def fail_all(self, error: ApiError) -> None:
+        """Make every generation end with `error`."""
+        for sequence in list(self._in_flight.values()):
+            sequence.fail(error)
+
+    async def drained(self) -> None:
+        """Wait until nothing is in flight."""
+        await self._idle.wait()
+
+    def close(self) -> None:
+        self._sender.close()
+        self._receiver.close()
+        self._context.destroy(linger=0)
