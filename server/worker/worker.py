@@ -1,0 +1,167 @@
+"""Start of a worker: device, model, weights, KV cache; then the loop over steps."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+import traceback
+
+import torch
+import zmq
+
+from server.attention import select_backend
+from server.attention.base import AttentionBackend, AttentionSpec
+from server.child import Child, FailedMessage
+from server.ipc import engine_to_worker, worker_to_engine
+from server.ipc.engine_to_worker import ScheduleStep, Shutdown, WorkerControl
+from server.ipc.worker_to_engine import ControlDone, WorkerReady
+from server.models.decoder import CausalLM, build_model
+from server.models.loading import fill_dummy_weights, load_weights
+from server.models.registry import ResolvedModel, resolve_model
+from server.worker import kv_cache
+from server.worker.device import init_device, resolve_device, resolve_dtype, token_budget
+from server.worker.model_runner import ModelRunner
+from server.worker.results import ResultSender
+
+logger = logging.getLogger(__name__)
+
+
+class Worker:
+    """One rank: owns a device and everything on it."""
+
+    def __init__(self, child: Child) -> None:
+        self.child = child
+        self.config = child.config
+        self.timeline = child.timeline
+
+    def start(self) -> WorkerReady:
+        """Everything up to readiness. Raises UserError for what the user can mend."""
+        config = self.config
+        with self.timeline.span("config"):
+            resolved = resolve_model(config.model)
+        with self.timeline.span("device"):
+            self.device = resolve_device(config.device)
+            init_device(self.device)
+            self.dtype = resolve_dtype(config.model.dtype, resolved.config, self.device)
+        budget = token_budget(config.scheduler, self.device)
+        with self.timeline.span("attention-backend") as attributes:
+            backend, reasons = select_backend(config.attention.backend, self._attention_spec(resolved))
+            attributes.update(name=backend.name, passed_over=reasons)
+        self.child.flush_spans()
+        model = self._load(resolved)
+        self.runner = ModelRunner(config, model, self.device, self.dtype, budget)
+        num_blocks = self._make_cache(resolved, backend)
+        with self.timeline.span("warm-up"):
+            self._warm_up()
+        return WorkerReady(
+            num_blocks=num_blocks,
+            block_size=backend.spec.block_size,
+            max_model_len=self.runner.max_model_len,
+            max_num_batched_tokens=budget,
+            vocab_size=resolved.config.vocab_size,
+            attention_backend=backend.name,
+            device=str(self.device),
+            dtype=str(self.dtype).removeprefix("torch."),
+            mode=self.runner.mode,
+        )
+
+    def _attention_spec(self, resolved: ResolvedModel) -> AttentionSpec:
+        return AttentionSpec(
+            device=self.device,
+            dtype=self.dtype,
+            num_heads=resolved.config.num_heads,
+            num_kv_heads=resolved.config.num_kv_heads,
+            head_dim=resolved.config.head_dim,
+            block_size=self.config.cache.block_size or 0,
+            max_num_seqs=self.config.scheduler.max_num_seqs,
+            max_model_len=resolved.max_model_len,
+        )
+
+    def _load(self, resolved: ResolvedModel) -> CausalLM:
+        with self.timeline.span("model"):
+            model = build_model(
+                resolved.config, device=self.device, dtype=self.dtype, max_positions=resolved.max_model_len
+            )
+        with self.timeline.span("weights", format=resolved.load_format) as attributes:
+            if resolved.path is not None and resolved.load_format == "safetensors":
+                attributes["bytes"] = load_weights(model, resolved.path, self._weights_progress)
+            else:
+                attributes["bytes"] = fill_dummy_weights(model, self.config.model.seed)
+            if self.device.type == "cuda":
+                torch.cuda.synchronize(self.device)
+        self.child.flush_spans()
+        return model
+
+    def _weights_progress(self, done: int, total: int) -> None:
+        self.child.progress("weights", done, total, "B")
+
+    def _make_cache(self, resolved: ResolvedModel, backend: AttentionBackend) -> int:
+        """Size and allocate the KV cache; returns its number of blocks."""
+        options = self.config.cache
+        block_bytes = kv_cache.bytes_per_block(backend, resolved.config.num_layers)
+        if self.device.type == "cuda":
+            with self.timeline.span("profile") as attributes:
+                peak = self._activation_peak()
+                attributes["activation_bytes"] = peak
+            available = kv_cache.cuda_available_bytes(self.device, options.gpu_memory_utilization, peak)
+        else:
+            available = int(options.cpu_kv_cache_gib * kv_cache.GIB)
+        num_blocks = kv_cache.num_blocks_for(options, block_bytes, available)
+        explicit = self.config.model.max_model_len is not None
+        max_model_len = kv_cache.fit_context(resolved.max_model_len, explicit, num_blocks, backend.spec.block_size)
+        if max_model_len < resolved.max_model_len:
+            logger.warning("the KV cache holds %d tokens: the context is cut to that", max_model_len)
+        with self.timeline.span("kv-cache", blocks=num_blocks, bytes=num_blocks * block_bytes):
+            kv_cache.allocate(self.runner.attention_layers, backend, num_blocks)
+            self.runner.bind_cache(backend, max_model_len)
+        self.child.flush_spans()
+        return num_blocks
+
+    def _activation_peak(self) -> int:
+        """Bytes that the largest step allocates on top of the weights."""
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(self.device)
+        before = torch.cuda.memory_allocated(self.device)
+        self.runner.profile_run()
+        return torch.cuda.max_memory_allocated(self.device) - before
+
+    def _warm_up(self) -> None:
+        """First calls pay for thread pools, primitives and kernels: make them before readiness."""
+        runner = self.runner
+        runner.backend.warm_up(sorted({1, runner.max_num_seqs}))
+        for num_tokens, num_seqs in ((min(2, runner.max_num_tokens), 1), (1, 1)):
+            hidden = runner.dummy_run(num_tokens, num_seqs=num_seqs, attention=True)
+            runner.model.compute_logits(hidden[-1:]).argmax(dim=-1).tolist()
+        # Weights, caches and modules live as long as the process: do not trace them at every collection.
+        gc.collect()
+        gc.freeze()
+
+    def serve(self) -> int:
+        """Connect to the engine, say ready, run steps until told to stop; returns the exit code."""
+        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        receiver = engine_to_worker.receiver(context, self.config.runtime_dir)
+        sender = worker_to_engine.sender(context, self.config.runtime_dir)
+        ready = self.start()
+        sender.send(ready)
+        self.child.ready(num_blocks=ready.num_blocks, attention_backend=ready.attention_backend, mode=ready.mode)
+        results = ResultSender(sender, self.device, self._die)
+        while True:
+            message = receiver.receive()
+            if isinstance(message, ScheduleStep):
+                results.submit(self.runner.execute(message))
+            elif isinstance(message, WorkerControl):
+                results.send(ControlDone(message.call_id, self._control(message.command)))
+            elif isinstance(message, Shutdown):
+                results.close()
+                return 0
+
+    def _control(self, command: str) -> str | None:
+        """Run an engine-wide command; returns what went wrong."""
+        return f"unknown command {command!r}"
+
+    def _die(self, error: BaseException) -> None:
+        """The results thread failed: without it no request could ever finish."""
+        traceback.print_exception(error)
+        self.child.send(FailedMessage(f"{type(error).__name__}: {error}"))
+        os._exit(1)
