@@ -47,7 +47,7 @@ class Worker:
         budget = token_budget(config.scheduler, self.device)
         with self.timeline.span("attention-backend") as attributes:
             backend, reasons = select_backend(config.attention.backend, self._attention_spec(resolved))
-            attributes.update(name=backend.name, passed_over=reasons)
+            attributes.update(backend=backend.name, passed_over=reasons)
         self.child.flush_spans()
         model = self._load(resolved)
         self.runner = ModelRunner(config, model, self.device, self.dtype, budget)
