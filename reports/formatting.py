@@ -46,6 +46,18 @@ def ratio(value: float | None) -> str:
     return UNKNOWN if value is None else f"{value:.2f}×"
 
 
+def change(value: float | None) -> str:
+    """A ratio as people say it: `−49%`, `+4.2%`, and `2.31×` from a doubling on."""
+    if value is None:
+        return UNKNOWN
+    if value >= 2:
+        return ratio(value)
+    percent = (value - 1) * 100
+    digits = 0 if abs(percent) >= 9.95 else 1
+    text = f"{abs(percent):.{digits}f}%"
+    return f"{'−' if percent < 0 else '+'}{text}" if float(text[:-1]) else f"±{text}"
+
+
 def byte_size(value: float | None) -> str:
     """Binary units: `1.50 GiB`."""
     if value is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -14,7 +15,8 @@ from reports.schema import CellConfig, CellResult, Status
 PROBLEMS: tuple[Status, ...] = ("failed", "timeout", "invalid", "interrupted")
 MEASURED: tuple[Status, ...] = ("ok", "invalid", "interrupted")
 
-COMPARED = pick("output_tokens_per_s", "ttft_p50_s", "tpot_p50_s", "to_healthy_cold_s", "to_healthy_warm_s")
+_STARTS = ("to_healthy_cold_s", "to_healthy_warm_s")
+COMPARED = pick("output_tokens_per_s", "ttft_p50_s", "tpot_p50_s", *_STARTS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +48,29 @@ class Group:
     @property
     def measured(self) -> list[CellResult]:
         return [cell for cell in self.cells if cell.status in MEASURED and cell.metrics is not None]
+
+
+@dataclass(slots=True)
+class Panel:
+    """Groups of one model and load that differ in their arrivals (rates, concurrencies)."""
+
+    id: str
+    model: str
+    load: str
+    groups: list[Group]
+    show_model: bool
+
+    @property
+    def title(self) -> str:
+        arrival = self.groups[0].arrival if len(self.groups) == 1 else ""
+        return " · ".join(part for part in (self.model if self.show_model else "", self.load, arrival) if part)
+
+    @property
+    def measured(self) -> list[CellResult]:
+        return [cell for group in self.groups for cell in group.measured]
+
+    def arrival_of(self, cell: CellResult) -> str:
+        return next(group.arrival for group in self.groups if any(cell is member for member in group.cells))
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +108,21 @@ class View:
         return [cell for cell in self.cells if cell.status in statuses]
 
     @property
+    def models(self) -> list[str]:
+        return list(dict.fromkeys(cell.config.model for cell in self.cells))
+
+    @property
+    def panels(self) -> list[Panel]:
+        """Groups by model and load, in order."""
+        panels: dict[tuple[str, str], Panel] = {}
+        for group in self.groups:
+            key = (group.model, group.load)
+            if key not in panels:
+                panels[key] = Panel(f"panel-{len(panels)}", group.model, group.load, [], len(self.models) > 1)
+            panels[key].groups.append(group)
+        return list(panels.values())
+
+    @property
     def problems(self) -> list[CellResult]:
         return self.with_status(*PROBLEMS)
 
@@ -102,10 +142,9 @@ class View:
         return list(chosen.values())
 
     def status_counts(self) -> dict[Status, int]:
-        counts: dict[Status, int] = {}
-        for cell in self.cells:
-            counts[cell.status] = counts.get(cell.status, 0) + 1
-        return counts
+        """Number of cells by status, problems first; a status that no cell has is left out."""
+        order: tuple[Status, ...] = (*PROBLEMS, "ok", "unsupported")
+        return {status: number for status in order if (number := len(self.with_status(status)))}
 
     def comparisons(self) -> list[Comparison]:
         """Every pair of measured cells of a group that differ in exactly one of mode, backend and engine.
@@ -125,6 +164,42 @@ class View:
                         base, other = second, first
                     found.append(Comparison(group, choice, base, other))
         return sorted(found, key=lambda comparison: ("mode", "attention backend", "engine").index(comparison.choice))
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """What one choice buys over all its pairs: geometric means of ratios, medians of start-up differences."""
+
+    other: str
+    base: str
+    pairs: int
+    ratios: dict[str, float]
+    """Metric key -> other over base."""
+    seconds: dict[str, float]
+    """Start-up metric key -> other minus base, seconds."""
+
+
+def summarise(view: View) -> list[Choice]:
+    """One `Choice` per pair of modes, of backends and of engines."""
+    pairs: dict[tuple[str, str, str], list[Comparison]] = {}
+    for comparison in view.comparisons():
+        other, base = (_chosen(cell.config, comparison.choice) for cell in (comparison.other, comparison.base))
+        pairs.setdefault((comparison.choice, other, base), []).append(comparison)
+    choices = []
+    for (_, other, base), comparisons in pairs.items():
+        ratios, seconds = {}, {}
+        for metric in COMPARED:
+            if metric.key in _STARTS:
+                known = [(metric.read(c.other), metric.read(c.base)) for c in comparisons]
+                differences = [a - b for a, b in known if a is not None and b is not None]
+                if differences:
+                    seconds[metric.key] = statistics.median(differences)
+            else:
+                values = [value for c in comparisons if (value := c.ratio(metric)) is not None and value > 0]
+                if values:
+                    ratios[metric.key] = statistics.geometric_mean(values)
+        choices.append(Choice(other, base, len(comparisons), ratios, seconds))
+    return choices
 
 
 def load_and_arrival(result: CellResult) -> tuple[str, str]:
@@ -147,6 +222,11 @@ def _groups(cells: Sequence[CellResult]) -> list[Group]:
         load, arrival = load_and_arrival(cell)
         groups.setdefault(key, Group(config.model, load, arrival)).cells.append(cell)
     return list(groups.values())
+
+
+def _chosen(config: CellConfig, choice: str) -> str:
+    chosen = {"mode": config.mode, "attention backend": config.attention_backend, "engine": config.engine}[choice]
+    return chosen or "default"
 
 
 def _single_difference(first: Variant, second: Variant) -> str | None:
