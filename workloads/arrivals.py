@@ -307,6 +307,6 @@ def _trace_times(arrival: TraceTimes, n: int | None, timestamps_s: Sequence[floa
     if timestamps_s is None or len(timestamps_s) == 0 or any(time is None for time in timestamps_s):
         raise UserError("arrival trace: the workload has no timestamps; use a trace workload or another process")
     times = np.asarray(timestamps_s, dtype=np.float64) / arrival.speedup
-    if np.any(np.diff(times) < 0) or times[0] < 0:
-        raise UserError("arrival trace: the workload's timestamps fall; they must start at 0 or later and rise")
+    if not np.all(np.isfinite(times)) or np.any(np.diff(times) < 0) or times[0] < 0:
+        raise UserError("arrival trace: the workload's timestamps must be numbers from 0 on that never fall")
     return _cut(times, n, arrival.duration_s)

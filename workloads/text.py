@@ -26,21 +26,12 @@ _CLASSES: dict[str, list[str]] = {}
 for _line in _WORDS.strip().splitlines():
     _CLASSES.setdefault(_line[0], []).extend(_line[1:].split())
 
-_OPENERS = (
-    "Please continue this story.",
-    "Explain what happens here.",
-    "Summarise this text in three sentences.",
-    "Rewrite these notes in plain words.",
-    "Why is this so?",
-    "Answer in one short paragraph.",
-)
-
 # Sentence shapes: a word of each class in turn.
 _SHAPES = ("DNVDN", "DANVDN", "DNVDANPDN", "DNRVDN", "DANVDNPDAN", "DNVDNPDN")
 TOKENS_PER_WORD = 1.15
 """Rough tokens per generated word (full stops included) when no tokenizer is at hand to count with."""
 
-# What can be put at the end to gain exactly one token, tried in order; the last ones suit character vocabularies.
+# What can be put at the end to gain exactly one token, tried in a random order; the short ones suit character vocabularies.
 _FILLERS = (" the", " and", " of", " a", ".", "!", ",", "\n", " I", "a", "x", "1", " ")
 _MOST_FILLERS = 12
 _ATTEMPTS = 64
@@ -60,10 +51,6 @@ class TextGenerator:
         taken, self._pending = self._pending[:n], self._pending[n:]
         return taken
 
-    def opening(self) -> list[str]:
-        """The first words of a request, such as "Please continue this story."."""
-        return _OPENERS[int(self._rng.integers(len(_OPENERS)))].split()
-
     def _sentence(self) -> list[str]:
         shape = _SHAPES[int(self._rng.integers(len(_SHAPES)))]
         picks = self._rng.random(len(shape))
@@ -74,9 +61,7 @@ class TextGenerator:
 
     def about(self, n_tokens: int) -> str:
         """Text of about `n_tokens` tokens by the rule of thumb `TOKENS_PER_WORD`."""
-        opening = self.opening()
-        n_words = max(1, round(n_tokens / TOKENS_PER_WORD))
-        return " ".join((opening + self.words(max(0, n_words - len(opening))))[:n_words])
+        return " ".join(self.words(max(1, round(n_tokens / TOKENS_PER_WORD))))
 
     def exact(
         self, n_tokens: int, tokenizer: TokenizerLike, *, prefix: str = "", add_special_tokens: bool = True
@@ -100,15 +85,15 @@ class TextGenerator:
                 f"a text of {n_tokens} tokens is impossible: tokenizer {tokenizer.name} makes {overhead} of what must "
                 "come before it"
             )
-        n_words = max(1, round((n_tokens - overhead) / TOKENS_PER_WORD))
-        words = (self.opening() + self.words(n_words))[:n_words]
+        words = self.words(max(1, round((n_tokens - overhead) / TOKENS_PER_WORD)))
+        fillers = [_FILLERS[position] for position in self._rng.permutation(len(_FILLERS))]
         for _ in range(_ATTEMPTS):
             text = prefix + " ".join(words)
             counted = count(text)
             missing = n_tokens - counted
             if missing == 0:
                 return text
-            if 0 < missing <= _MOST_FILLERS and (filled := _fill(text, n_tokens, missing, count)) is not None:
+            if 0 < missing <= _MOST_FILLERS and (filled := _fill(text, n_tokens, missing, count, fillers)) is not None:
                 return filled
             tokens_per_word = max(1.0, (counted - overhead) / max(1, len(words)))
             if missing > 0:
@@ -118,10 +103,10 @@ class TextGenerator:
         raise UserError(f"no text of exactly {n_tokens} tokens found for tokenizer {tokenizer.name}; use token ids")
 
 
-def _fill(text: str, n_tokens: int, missing: int, count: Callable[[str], int]) -> str | None:
+def _fill(text: str, n_tokens: int, missing: int, count: Callable[[str], int], fillers: list[str]) -> str | None:
     """`text` and fillers worth `missing` tokens, or None when no filler gains exactly one token."""
     for wanted in range(n_tokens - missing + 1, n_tokens + 1):
-        longer = next((text + filler for filler in _FILLERS if count(text + filler) == wanted), None)
+        longer = next((text + filler for filler in fillers if count(text + filler) == wanted), None)
         if longer is None:
             return None
         text = longer

@@ -83,10 +83,16 @@ def export(
 ) -> None:
     """Write JSONL that `--workload trace --set path=FILE` replays exactly."""
     workload = _build(name, set_, seed, tokenizer, num_requests)
-    if output == "-":
-        export_workload(workload, sys.stdout.buffer)
-        return
-    count = _write_atomically(workload, Path(output))
+    try:
+        if output == "-":
+            export_workload(workload, sys.stdout.buffer)
+            sys.stdout.buffer.flush()
+            return
+        count = _write(workload, Path(output))
+    except BrokenPipeError:
+        raise  # the reader has had enough: the command line's framework ends quietly
+    except OSError as error:
+        raise UserError(f"cannot write {output}: {error.strerror}") from None
     typer.echo(f"{output}: {count} requests, digest {workload.digest}", err=True)
 
 
@@ -108,15 +114,19 @@ def _schedule(workload: Workload, arrival: str | None, seed: int) -> Schedule | 
     return build_schedule(parse_arrival(arrival), len(workload.requests), seed, timestamps_s=timestamps)
 
 
-def _write_atomically(workload: Workload, path: Path) -> int:
-    """Write beside `path` and rename, so that a full disk or an interrupt leaves no half file under the name."""
+def _write(workload: Workload, path: Path) -> int:
+    """Write beside `path` and rename, so that a full disk or an interrupt leaves no half file under the name.
+
+    A device or a pipe is written to directly: renaming over it would replace it.
+    """
+    if path.exists() and not path.is_file():
+        with path.open("wb") as file:
+            return export_workload(workload, file)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         with temporary.open("wb") as file:
             count = export_workload(workload, file)
         temporary.replace(path)
-    except OSError as error:
-        raise UserError(f"cannot write {path}: {error.strerror}") from None
     finally:
         temporary.unlink(missing_ok=True)
     return count
