@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import torch
 
@@ -26,6 +26,8 @@ class AttentionSpec:
     """0 while the backend may still choose its preferred size."""
     max_num_seqs: int = 256
     max_model_len: int = 8192
+    flash_decode: Literal["native", "split"] = "split"
+    """FLASH_ATTN only: `--flash-decode`."""
 
 
 @dataclass(slots=True)

@@ -1,0 +1,149 @@
+"""TRITON_ATTN: own Triton kernels over the paged cache."""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import TYPE_CHECKING, ClassVar
+
+import torch
+
+from server.attention.base import AttentionBackend, AttentionMetadata, AttentionSpec
+from server.kernels.attention_config import DECODE_TABLE, padded_head_dim
+
+if TYPE_CHECKING:
+    from server.kernels.paged_decode import DecodeScratch
+
+SUPPORTED_BLOCK_SIZES = (16, 32, 64, 128, 256)
+SUPPORTED_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+MAX_HEAD_DIM = 256
+
+LONG_DECODE = 2048
+"""Mixed batches with a sequence at least this long give their one-token queries to the split-KV kernel (a second
+launch): in the unified kernel one program per key/value head would walk the whole sequence alone."""
+
+
+class TritonAttentionBackend(AttentionBackend):
+    """Decode batches run the split-KV kernel, all others the unified variable-length kernel.
+
+    Both read block tables, lengths and query offsets on the device, so any batch of the captured size can be replayed
+    in a CUDA Graph.
+    """
+
+    name: ClassVar[str] = "TRITON_ATTN"
+    preferred_block_size: ClassVar[int] = 64
+    supports_full_cudagraph: ClassVar[bool] = True
+
+    def __init__(self, spec: AttentionSpec) -> None:
+        super().__init__(spec)
+        # Imported late: `server.attention` must be importable where triton is not installed.
+        from server.kernels import kv_write, paged_decode, paged_prefill
+
+        self._write_kv = kv_write.write_kv
+        self._decode = paged_decode.paged_decode
+        self._prefill = paged_prefill.paged_prefill
+        self._scratch: DecodeScratch = paged_decode.DecodeScratch(
+            spec.device, spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.max_num_seqs
+        )
+
+    @classmethod
+    def why_unavailable(cls, spec: AttentionSpec) -> str | None:
+        if spec.device.type != "cuda":
+            return f"TRITON_ATTN needs a CUDA device, not {spec.device.type}"
+        if importlib.util.find_spec("triton") is None:
+            return "TRITON_ATTN needs the package triton: pip install 'benchctl[gpu]'"
+        from server.kernels.launch import INTERPRETED
+
+        if INTERPRETED:
+            return "TRITON_ATTN does not serve from Triton's interpreter: unset TRITON_INTERPRET"
+        return why_unsupported(spec)
+
+    def write_kv(
+        self, key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor
+    ) -> None:
+        self._write_kv(key, value, kv_cache, slot_mapping)
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        kv_cache: torch.Tensor,
+        metadata: AttentionMetadata,
+        scale: float,
+        output: torch.Tensor,
+    ) -> None:
+        if metadata.max_query_len <= 1:
+            self.decode(query, kv_cache, metadata, scale, output)
+            return
+        split_decodes = metadata.max_seq_len >= LONG_DECODE and metadata.num_seqs > 1
+        self._prefill(
+            query,
+            kv_cache,
+            metadata.block_table,
+            metadata.query_start_loc,
+            metadata.seq_lens,
+            metadata.max_query_len,
+            query.shape[0],
+            scale,
+            output,
+            skip_decodes=split_decodes,
+        )
+        if split_decodes:
+            self.decode(query, kv_cache, metadata, scale, output, mixed=True)
+        zero_padding(output, metadata.num_tokens)
+
+    def decode(
+        self,
+        query: torch.Tensor,
+        kv_cache: torch.Tensor,
+        metadata: AttentionMetadata,
+        scale: float,
+        output: torch.Tensor,
+        *,
+        mixed: bool = False,
+    ) -> None:
+        """Attend the one-token queries of a batch by split-KV; a pure decode batch unless `mixed`."""
+        self._decode(
+            query,
+            kv_cache,
+            metadata.block_table,
+            metadata.query_start_loc,
+            metadata.seq_lens,
+            metadata.max_seq_len,
+            scale,
+            output,
+            self._scratch,
+            mixed=mixed,
+        )
+        if not mixed:
+            zero_padding(output, metadata.seq_lens.shape[0])
+
+    def warm_up(self, metadata_sizes: list[int]) -> None:
+        """Compile the kernels for every row of their tables that a batch can select."""
+        from server.attention.warm_up import warm_up_batches
+
+        group = self.spec.num_heads // self.spec.num_kv_heads
+        largest = max(metadata_sizes, default=1)
+        table = DECODE_TABLE[padded_head_dim(self.spec.head_dim), self.spec.dtype.itemsize]
+        sizes = sorted({min(bound, largest) for bound in table})
+        query_lens = sorted({2, max(2, 64 // group), 128})
+        for batch in warm_up_batches(self.spec, sizes, query_lens, LONG_DECODE):
+            self.write_kv(batch.key, batch.value, batch.kv_cache, batch.metadata.slot_mapping)
+            self.forward(batch.query, batch.kv_cache, batch.metadata, 1.0, batch.output)
+        torch.cuda.synchronize(self.spec.device)
+
+
+def why_unsupported(spec: AttentionSpec) -> str | None:
+    """One line if the kernels cannot run the shapes of `spec`."""
+    if spec.block_size and spec.block_size not in SUPPORTED_BLOCK_SIZES:
+        sizes = ", ".join(map(str, SUPPORTED_BLOCK_SIZES))
+        return f"TRITON_ATTN needs --block-size {sizes}, not {spec.block_size}"
+    if spec.head_dim > MAX_HEAD_DIM or spec.head_dim % 8:
+        return f"TRITON_ATTN needs a head size that is a multiple of 8 up to {MAX_HEAD_DIM}, not {spec.head_dim}"
+    if spec.dtype not in SUPPORTED_DTYPES:
+        return f"TRITON_ATTN needs bfloat16, float16 or float32, not {spec.dtype}"
+    return None
+
+
+def zero_padding(output: torch.Tensor, num_rows: int) -> None:
+    """Make the rows past `num_rows` finite: they are padding, but later layers compute with them."""
+    if output.shape[0] > num_rows:
+        output[num_rows:].zero_()

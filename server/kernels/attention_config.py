@@ -1,0 +1,95 @@
+"""Launch parameters of the paged attention kernels, as tables: nothing is tuned while requests wait.
+
+Keys are upper bounds, looked up in order. The entries are the best of a sweep over tile sizes, warps, stages and
+split targets on one H200 (`benchctl kernels --sweep` prints the candidates); other devices use the same table.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeConfig:
+    """How the split-KV decode kernel runs."""
+
+    block_n: int
+    """Tokens per tile."""
+    num_warps: int
+    num_stages: int
+    target_programs: int
+    """Splits are added until about this many programs run: sequences x key/value heads x splits."""
+    min_chunk: int
+    """Tokens below which a sequence is not split further; a multiple of `block_n`."""
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillConfig:
+    """How the unified variable-length kernel runs."""
+
+    block_m: int
+    """Rows per tile: queries x the query heads that share a key/value head."""
+    block_n: int
+    num_warps: int
+    num_stages: int
+
+
+MAX_SPLITS = 64
+"""More splits than this gain nothing: the merge grows while a chunk is already shorter than the latency of a read."""
+
+MIN_SPLITS = 4
+"""Splits allowed however large the batch is, so that one long sequence among many short ones does not run alone."""
+
+# (padded head size, bytes per element) -> {upper bound of the number of sequences: config}
+DECODE_TABLE: dict[tuple[int, int], dict[int, DecodeConfig]] = {
+    (64, 2): {8: DecodeConfig(64, 4, 3, 264, 64), 1 << 30: DecodeConfig(64, 4, 3, 1056, 256)},
+    (128, 2): {8: DecodeConfig(64, 4, 3, 264, 64), 1 << 30: DecodeConfig(64, 4, 3, 1056, 256)},
+    (256, 2): {8: DecodeConfig(32, 4, 2, 264, 64), 1 << 30: DecodeConfig(32, 4, 2, 1056, 256)},
+    (64, 4): {1 << 30: DecodeConfig(32, 4, 2, 528, 64)},
+    (128, 4): {1 << 30: DecodeConfig(32, 4, 2, 528, 64)},
+    (256, 4): {1 << 30: DecodeConfig(16, 4, 2, 528, 64)},
+}
+
+# (padded head size, bytes per element) -> {upper bound of rows (longest query x group): config}
+PREFILL_TABLE: dict[tuple[int, int], dict[int, PrefillConfig]] = {
+    (64, 2): {
+        16: PrefillConfig(16, 64, 4, 3),
+        64: PrefillConfig(64, 64, 4, 3),
+        1 << 30: PrefillConfig(128, 64, 8, 3),
+    },
+    (128, 2): {
+        16: PrefillConfig(16, 64, 4, 3),
+        64: PrefillConfig(64, 64, 4, 3),
+        1 << 30: PrefillConfig(128, 64, 8, 3),
+    },
+    (256, 2): {
+        16: PrefillConfig(16, 32, 4, 2),
+        64: PrefillConfig(64, 32, 4, 2),
+        1 << 30: PrefillConfig(128, 64, 8, 2),
+    },
+    (64, 4): {16: PrefillConfig(16, 32, 4, 2), 1 << 30: PrefillConfig(32, 32, 4, 2)},
+    (128, 4): {16: PrefillConfig(16, 32, 4, 2), 1 << 30: PrefillConfig(32, 32, 4, 2)},
+    (256, 4): {16: PrefillConfig(16, 16, 4, 2), 1 << 30: PrefillConfig(32, 16, 4, 2)},
+}
+
+
+def padded_head_dim(head_dim: int) -> int:
+    """Width of a tile: the power of two that holds a head, 64 at least."""
+    return max(64, 1 << (head_dim - 1).bit_length())
+
+
+def decode_config(padded_dim: int, element_size: int, num_seqs: int) -> DecodeConfig:
+    table = DECODE_TABLE[padded_dim, element_size]
+    return next(config for bound, config in table.items() if num_seqs <= bound)
+
+
+def prefill_config(padded_dim: int, element_size: int, rows: int) -> PrefillConfig:
+    table = PREFILL_TABLE[padded_dim, element_size]
+    return next(config for bound, config in table.items() if rows <= bound)
+
+
+def decode_splits(config: DecodeConfig, num_seqs: int, num_kv_heads: int, max_seq_len: int) -> int:
+    """Third dimension of the decode grid: the most chunks any sequence of the batch is cut into."""
+    wanted = -(-config.target_programs // (num_seqs * num_kv_heads))
+    useful = -(-max_seq_len // config.min_chunk)
+    return max(1, min(max(wanted, MIN_SPLITS), useful, MAX_SPLITS))

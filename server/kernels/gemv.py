@@ -1,0 +1,138 @@
+"""Matrix times one to eight vectors, for the projections of a small decode step: as fast as the matrix can be read.
+
+One program per output row (or a few) reads the row once in large blocks and accumulates in fp32. On an H200 this reads
+3.6-4.6 TB/s, where cuBLAS's choice for one vector reads 3.3-4.0. Above `MAX_ROWS` the tensor cores are needed and
+cuBLAS is the better kernel.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from server.kernels.launch import INTERPRETED, Prebound, cached
+from server.kernels.paged_tiles import multiply_add
+
+MAX_ROWS = 8
+"""Most rows of x for which this kernel is used."""
+
+
+@dataclass(frozen=True, slots=True)
+class GemvConfig:
+    block_n: int
+    """Output columns (rows of the weight) per program."""
+    block_k: int
+    num_warps: int
+    num_stages: int
+    """Blocks of the weight that are on their way at a time; 0: leave it to the compiler."""
+
+
+# Upper bound of the rows of x -> config, in order; the best of a sweep on one H200 over the 8B shape's projections.
+GEMV_TABLE: dict[int, GemvConfig] = {
+    1: GemvConfig(1, 1024, 4, 0),
+    MAX_ROWS: GemvConfig(16, 256, 4, 4),
+}
+
+
+@triton.jit
+def _gemv_kernel(
+    x_ptr,
+    weight_ptr,
+    bias_ptr,
+    out_ptr,
+    K: tl.constexpr,
+    N: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+):
+    """One row of x: BLOCK_N output columns per program, each lane keeping its own partial sums to the end."""
+    columns = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    column_mask = columns < N
+    offs_k = tl.arange(0, BLOCK_K)
+    rows = weight_ptr + columns.to(tl.int64)[:, None] * K
+    acc = tl.zeros((BLOCK_N, BLOCK_K), dtype=tl.float32)
+    for k in tl.range(0, K // BLOCK_K * BLOCK_K, BLOCK_K, loop_unroll_factor=4):
+        x = tl.load(x_ptr + k + offs_k).to(tl.float32)
+        if N % BLOCK_N:
+            weight = tl.load(rows + (k + offs_k)[None, :], mask=column_mask[:, None], other=0.0)
+        else:
+            weight = tl.load(rows + (k + offs_k)[None, :])
+        acc += weight.to(tl.float32) * x[None, :]
+    if K % BLOCK_K:
+        offs_tail = K // BLOCK_K * BLOCK_K + offs_k
+        tail_mask = offs_tail < K
+        x = tl.load(x_ptr + offs_tail, mask=tail_mask, other=0.0).to(tl.float32)
+        weight = tl.load(rows + offs_tail[None, :], mask=column_mask[:, None] & tail_mask[None, :], other=0.0)
+        acc += weight.to(tl.float32) * x[None, :]
+    total = tl.sum(acc, 1)
+    if HAS_BIAS:
+        total += tl.load(bias_ptr + columns, mask=column_mask, other=0.0).to(tl.float32)
+    tl.store(out_ptr + columns, total.to(out_ptr.dtype.element_ty), mask=column_mask)
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _skinny_kernel(
+    x_ptr,
+    weight_ptr,
+    bias_ptr,
+    out_ptr,
+    num_rows,
+    K: tl.constexpr,
+    N: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    UPCAST: tl.constexpr,
+):
+    """Two to sixteen rows of x on the tensor cores: a (BLOCK_N, K) slice of the weight per program."""
+    columns = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    column_mask = columns < N
+    offs_m = tl.arange(0, 16)
+    row_mask = offs_m < num_rows
+    offs_k = tl.arange(0, BLOCK_K)
+    rows = weight_ptr + columns.to(tl.int64)[:, None] * K
+    acc = tl.zeros((16, BLOCK_N), dtype=tl.float32)
+    for k in tl.range(0, K, BLOCK_K):
+        k_mask = k + offs_k < K
+        x = tl.load(
+            x_ptr + offs_m[:, None] * K + (k + offs_k)[None, :], mask=row_mask[:, None] & k_mask[None, :], other=0.0
+        )
+        weight = tl.load(rows + (k + offs_k)[None, :], mask=column_mask[:, None] & k_mask[None, :], other=0.0)
+        acc = multiply_add(x, tl.trans(weight), acc, UPCAST)
+    if HAS_BIAS:
+        acc += tl.load(bias_ptr + columns, mask=column_mask, other=0.0).to(tl.float32)[None, :]
+    out = out_ptr + offs_m[:, None] * N + columns[None, :]
+    tl.store(out, acc.to(out_ptr.dtype.element_ty), mask=row_mask[:, None] & column_mask[None, :])
+
+
+@cached
+def _bound(dtype: torch.dtype, k: int, n: int, skinny: bool, has_bias: bool, config: GemvConfig) -> Prebound:
+    kernel = _skinny_kernel if skinny else _gemv_kernel
+    constants = (k, n, config.block_n, config.block_k, has_bias, *((INTERPRETED,) if skinny else ()))
+    return Prebound(kernel, constants, num_warps=config.num_warps, num_stages=max(config.num_stages, 1))
+
+
+def supports(weight: torch.Tensor) -> bool:
+    """Whether `gemv` can multiply by this weight: half precision, contiguous, rows of whole 16-byte vectors."""
+    half = weight.dtype in (torch.bfloat16, torch.float16)
+    return half and weight.is_contiguous() and weight.shape[1] % 8 == 0
+
+
+def gemv(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *, config: GemvConfig | None = None
+) -> torch.Tensor:
+    """x (M, K) contiguous with 1 <= M <= MAX_ROWS, weight (N, K) for which `supports` holds -> (M, N)."""
+    rows, k = x.shape
+    n = weight.shape[0]
+    out = torch.empty((rows, n), dtype=x.dtype, device=x.device)
+    if config is None:
+        config = GEMV_TABLE[1] if rows == 1 else GEMV_TABLE[MAX_ROWS]
+    skinny = rows > 1
+    kernel = _bound(x.dtype, k, n, skinny, bias is not None, config)
+    tensors = (x, weight, weight if bias is None else bias, out)
+    kernel((-(-n // config.block_n), 1, 1), tensors, (rows,) if skinny else ())
+    return out

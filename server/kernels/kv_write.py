@@ -1,0 +1,50 @@
+"""Store a step's keys and values in the paged cache."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from server.kernels.launch import Prebound, cached, next_power_of_2
+
+
+@triton.jit(do_not_specialize=["v_offset", "key_stride", "value_stride"])
+def _write_kv_kernel(
+    key_ptr,
+    value_ptr,
+    kv_ptr,
+    slot_mapping_ptr,
+    v_offset: tl.int64,
+    key_stride,
+    value_stride,
+    ROW: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slot_mapping_ptr + token).to(tl.int64)
+    if slot < 0:
+        return
+    offs = tl.arange(0, BLOCK)
+    mask = offs < ROW
+    key = tl.load(key_ptr + token * tl.multiple_of(key_stride, 8) + offs, mask=mask)
+    value = tl.load(value_ptr + token * tl.multiple_of(value_stride, 8) + offs, mask=mask)
+    row = kv_ptr + slot * ROW + offs
+    tl.store(row, key, mask=mask)
+    tl.store(row + tl.multiple_of(v_offset, 16), value, mask=mask)
+
+
+@cached
+def _bound(dtype: torch.dtype, row: int) -> Prebound:
+    block = next_power_of_2(row)
+    return Prebound(_write_kv_kernel, (row, block), num_warps=4 if block >= 1024 else 2)
+
+
+def write_kv(key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor) -> None:
+    """Store key and value (T, K, D), contiguous inside a row, at `slot_mapping` (T,); slot -1 is skipped."""
+    tokens, heads, head_dim = key.shape
+    if tokens == 0:
+        return
+    kernel = _bound(key.dtype, heads * head_dim)
+    scalars = (kv_cache.stride(0), key.stride(0), value.stride(0))
+    kernel((tokens, 1, 1), (key, value, kv_cache, slot_mapping), scalars)

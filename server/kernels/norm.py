@@ -1,0 +1,78 @@
+"""RMSNorm, alone and after adding the residual stream. Rounds where `server.layers.norm.RMSNorm` rounds."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from server.kernels.launch import Prebound, cached, next_power_of_2
+
+
+@triton.jit
+def normalise(x, weight, eps, SIZE: tl.constexpr):
+    """RMSNorm of one row (BLOCK,) whose tail is zero; x in the model's precision, which the result keeps."""
+    wide = x.to(tl.float32)
+    wide = wide * tl.rsqrt(tl.sum(wide * wide, 0) / SIZE + eps)
+    # Products are taken in fp32 and rounded once, which equals a product in bf16; the interpreter has no bf16.
+    return (wide.to(x.dtype).to(tl.float32) * weight.to(tl.float32)).to(x.dtype)
+
+
+@triton.jit(do_not_specialize=["x_stride"])
+def _rms_norm_kernel(
+    x_ptr, weight_ptr, out_ptr, eps, x_stride, HEADS: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr
+):
+    row = tl.program_id(0).to(tl.int64)
+    offs = tl.arange(0, BLOCK)
+    mask = offs < SIZE
+    source = x_ptr + row // HEADS * tl.multiple_of(x_stride, 8) + row % HEADS * SIZE
+    x = tl.load(source + offs, mask=mask, other=0.0)
+    weight = tl.load(weight_ptr + offs, mask=mask, other=0.0)
+    tl.store(out_ptr + row * SIZE + offs, normalise(x, weight, eps, SIZE), mask=mask)
+
+
+@triton.jit
+def _add_rms_norm_kernel(x_ptr, residual_ptr, weight_ptr, eps, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    offs = tl.arange(0, BLOCK)
+    mask = offs < SIZE
+    x = tl.load(x_ptr + row * SIZE + offs, mask=mask, other=0.0)
+    residual = tl.load(residual_ptr + row * SIZE + offs, mask=mask, other=0.0)
+    weight = tl.load(weight_ptr + offs, mask=mask, other=0.0)
+    total = (x.to(tl.float32) + residual.to(tl.float32)).to(x.dtype)
+    tl.store(residual_ptr + row * SIZE + offs, total, mask=mask)
+    tl.store(x_ptr + row * SIZE + offs, normalise(total, weight, eps, SIZE), mask=mask)
+
+
+def _warps(size: int) -> int:
+    return 1 if size <= 256 else 4 if size <= 2048 else 8 if size <= 4096 else 16
+
+
+@cached
+def _bound_norm(dtype: torch.dtype, heads: int, size: int) -> Prebound:
+    return Prebound(_rms_norm_kernel, (heads, size, next_power_of_2(size)), num_warps=_warps(size))
+
+
+@cached
+def _bound_add_norm(dtype: torch.dtype, size: int) -> Prebound:
+    return Prebound(_add_rms_norm_kernel, (size, next_power_of_2(size)), num_warps=_warps(size))
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """x (T, n) or (T, heads, n), contiguous inside a token -> the same shape, contiguous. Leaves x alone."""
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    heads = x.shape[1] if x.dim() == 3 else 1
+    rows = x.shape[0] * heads
+    if rows:
+        _bound_norm(x.dtype, heads, x.shape[-1])((rows, 1, 1), (x, weight, out), (eps, x.stride(0)))
+    return out
+
+
+def add_rms_norm(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`residual += x; x = rms_norm(residual)`, in place; both (T, n) and contiguous. Returns (x, residual)."""
+    rows, size = x.shape
+    if rows:
+        _bound_add_norm(x.dtype, size)((rows, 1, 1), (x, residual, weight), (eps,))
+    return x, residual

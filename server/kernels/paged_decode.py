@@ -1,0 +1,231 @@
+"""Split-KV attention for decode: one query token per sequence, over the paged cache.
+
+Grid (K, B, S): a program attends the G = H / K query heads that share a key/value head to one chunk of one
+sequence's tokens. Chunks are cut on the device from `seq_lens`, so that a captured graph serves any lengths; a
+program whose chunk is empty ends at once. The last program of a (sequence, head) to finish merges the partial results
+in split order, so that the output does not depend on scheduling (FlashDecoding's split and merge,
+https://crfm.stanford.edu/2023/10/12/flashdecoding.html, in one launch instead of two).
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from server.kernels.attention_config import (
+    DECODE_TABLE,
+    MAX_SPLITS,
+    MIN_SPLITS,
+    DecodeConfig,
+    decode_config,
+    decode_splits,
+    padded_head_dim,
+)
+from server.kernels.launch import INTERPRETED, Prebound, cached, next_power_of_2
+from server.kernels.paged_tiles import attend_tile
+
+_MERGE_ELEMENTS = 8192
+"""Elements of partial results that the merge holds at a time: 64 registers a thread at 4 warps."""
+
+
+@triton.jit(do_not_specialize=["v_offset", "block_table_stride", "q_stride", "out_stride"])
+def _decode_kernel(
+    q_ptr,
+    kv_ptr,
+    block_table_ptr,
+    query_start_loc_ptr,
+    seq_lens_ptr,
+    out_ptr,
+    partial_ptr,
+    stats_ptr,
+    counter_ptr,
+    scale_log2,
+    v_offset: tl.int64,
+    block_table_stride,
+    q_stride,
+    out_stride,
+    NUM_KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    PAGE: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    MIN_CHUNK: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    MERGE_SPLITS: tl.constexpr,
+    MIXED: tl.constexpr,
+    UPCAST: tl.constexpr,
+):
+    kv_head = tl.program_id(0)
+    seq = tl.program_id(1)
+    split = tl.program_id(2)
+    max_splits = tl.num_programs(2)
+    seq_len = tl.load(seq_lens_ptr + seq)
+    if MIXED:
+        row = tl.load(query_start_loc_ptr + seq)
+        if tl.load(query_start_loc_ptr + seq + 1) - row != 1:
+            return
+    else:
+        row = seq
+    chunk = tl.cdiv(tl.cdiv(seq_len, max_splits), BLOCK_N) * BLOCK_N
+    chunk = tl.maximum(chunk, MIN_CHUNK)
+    start = split * chunk
+    if (start >= seq_len) & (split > 0):
+        return
+    end = tl.minimum(start + chunk, seq_len)
+    num_splits = tl.cdiv(seq_len, chunk)
+
+    offs_g = tl.arange(0, BLOCK_G)
+    offs_d = tl.arange(0, BLOCK_D)
+    d_mask = offs_d < HEAD_DIM
+    io_mask = (offs_g < GROUP)[:, None] & d_mask[None, :]
+    io_offsets = (kv_head * GROUP + offs_g)[:, None] * HEAD_DIM + offs_d[None, :]
+    q = tl.load(q_ptr + row.to(tl.int64) * tl.multiple_of(q_stride, 8) + io_offsets, mask=io_mask, other=0.0)
+    out_pointers = out_ptr + row.to(tl.int64) * tl.multiple_of(out_stride, 8) + io_offsets
+
+    k_base = kv_ptr + kv_head * HEAD_DIM
+    v_base = k_base + tl.multiple_of(v_offset, 16)
+    table = block_table_ptr + seq.to(tl.int64) * block_table_stride
+    positions = tl.zeros((BLOCK_G,), dtype=tl.int32) + (end - 1)
+    acc = tl.zeros((BLOCK_G, BLOCK_D), dtype=tl.float32)
+    row_max = tl.full((BLOCK_G,), float("-inf"), dtype=tl.float32)
+    row_sum = tl.zeros((BLOCK_G,), dtype=tl.float32)
+    full_end = start + (end - start) // BLOCK_N * BLOCK_N
+    for first in tl.range(start, full_end, BLOCK_N):
+        acc, row_max, row_sum = attend_tile(
+            q, k_base, v_base, table, tl.multiple_of(first, BLOCK_N), end, positions, offs_d, d_mask,
+            acc, row_max, row_sum, scale_log2,
+            BLOCK_G, BLOCK_N, NUM_KV_HEADS * HEAD_DIM, PAGE, BLOCK_D != HEAD_DIM, False, UPCAST,
+        )  # fmt: skip
+    if full_end < end:
+        acc, row_max, row_sum = attend_tile(
+            q, k_base, v_base, table, full_end, end, positions, offs_d, d_mask, acc, row_max, row_sum, scale_log2,
+            BLOCK_G, BLOCK_N, NUM_KV_HEADS * HEAD_DIM, PAGE, BLOCK_D != HEAD_DIM, True, UPCAST,
+        )  # fmt: skip
+
+    if num_splits <= 1:
+        # An empty (padded) sequence has attended to nothing and writes zeros.
+        acc = acc / tl.where(row_sum == 0.0, 1.0, row_sum)[:, None]
+        tl.store(out_pointers, acc.to(out_ptr.dtype.element_ty), mask=io_mask)
+        return
+
+    cell = (seq * NUM_KV_HEADS + kv_head).to(tl.int64)
+    g_mask = offs_g < GROUP
+    stat = stats_ptr + (cell * max_splits + split) * (2 * GROUP) + offs_g
+    tl.store(stat, row_max, mask=g_mask)
+    tl.store(stat + GROUP, row_sum, mask=g_mask)
+    part = partial_ptr + (cell * max_splits + split) * (GROUP * HEAD_DIM)
+    tl.store(part + offs_g[:, None] * HEAD_DIM + offs_d[None, :], acc, mask=io_mask)
+    # Every thread's stores come before the barrier, and thus before the release that announces them.
+    tl.debug_barrier()
+    arrived = tl.atomic_add(counter_ptr + cell, 1, sem="acq_rel", scope="gpu")
+    if arrived == num_splits - 1:
+        tl.store(counter_ptr + cell, 0)
+        offs_r = tl.arange(0, BLOCK_R)
+        r_mask = offs_r < GROUP * HEAD_DIM
+        merged = tl.zeros((BLOCK_R,), dtype=tl.float32)
+        total = tl.zeros((BLOCK_R,), dtype=tl.float32)
+        top = tl.full((BLOCK_R,), float("-inf"), dtype=tl.float32)
+        for first_split in tl.range(0, num_splits, MERGE_SPLITS):
+            offs_s = first_split + tl.arange(0, MERGE_SPLITS)
+            mask = (offs_s < num_splits)[:, None] & r_mask[None, :]
+            cells = cell * max_splits + offs_s
+            stats = stats_ptr + cells[:, None] * (2 * GROUP) + (offs_r // HEAD_DIM)[None, :]
+            maxima = tl.load(stats, mask=mask, other=float("-inf"), cache_modifier=".cg")
+            sums = tl.load(stats + GROUP, mask=mask, other=0.0, cache_modifier=".cg")
+            parts = tl.load(
+                partial_ptr + cells[:, None] * (GROUP * HEAD_DIM) + offs_r[None, :],
+                mask=mask, other=0.0, cache_modifier=".cg",
+            )  # fmt: skip
+            new_top = tl.maximum(top, tl.max(maxima, 0))
+            # Lanes past the last row hold no maximum; keep -inf - -inf out of them.
+            safe_top = tl.where(r_mask, new_top, 0.0)
+            weights = tl.exp2(maxima - safe_top[None, :])
+            rescale = tl.exp2(top - safe_top)
+            merged = merged * rescale + tl.sum(parts * weights, 0)
+            total = total * rescale + tl.sum(sums * weights, 0)
+            top = new_top
+        merged = merged / tl.where(r_mask, total, 1.0)
+        out_row = out_ptr + row.to(tl.int64) * tl.multiple_of(out_stride, 8) + kv_head * (GROUP * HEAD_DIM)
+        tl.store(out_row + offs_r, merged.to(out_ptr.dtype.element_ty), mask=r_mask)
+
+
+class DecodeScratch:
+    """Buffers for partial results, for batches of up to `max_num_seqs` sequences."""
+
+    def __init__(
+        self, device: torch.device, num_heads: int, num_kv_heads: int, head_dim: int, max_num_seqs: int
+    ) -> None:
+        targets = [c.target_programs for table in DECODE_TABLE.values() for c in table.values()]
+        # sequences x heads x splits, as decode_splits bounds it: the target rounded up, or MIN_SPLITS for each.
+        cells = max(
+            max(targets) + max_num_seqs * num_kv_heads,
+            MIN_SPLITS * max_num_seqs * num_kv_heads,
+        )
+        cells = min(cells, MAX_SPLITS * max_num_seqs * num_kv_heads)
+        group = num_heads // num_kv_heads
+        self.partial = torch.empty(cells * group * head_dim, dtype=torch.float32, device=device)
+        self.stats = torch.empty(cells * group * 2, dtype=torch.float32, device=device)
+        self.counter = torch.zeros(max_num_seqs * num_kv_heads, dtype=torch.int32, device=device)
+        """How many programs of a (sequence, head) have finished; the last one sets it back to zero."""
+
+
+@cached
+def _bound(
+    dtype: torch.dtype,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    page: int,
+    mixed: bool,
+    config: DecodeConfig,
+) -> Prebound:
+    group = num_heads // num_kv_heads
+    block_r = next_power_of_2(group * head_dim)
+    constants = (
+        num_kv_heads, group, head_dim, page, max(16, next_power_of_2(group)),
+        padded_head_dim(head_dim), config.block_n, config.min_chunk, block_r,
+        max(1, min(16, _MERGE_ELEMENTS // block_r)), mixed, INTERPRETED,
+    )  # fmt: skip
+    return Prebound(_decode_kernel, constants, num_warps=config.num_warps, num_stages=config.num_stages)
+
+
+LOG2_E = 1.4426950408889634
+
+
+def paged_decode(
+    query: torch.Tensor,
+    kv_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    query_start_loc: torch.Tensor,
+    seq_lens: torch.Tensor,
+    max_seq_len: int,
+    scale: float,
+    output: torch.Tensor,
+    scratch: DecodeScratch,
+    *,
+    mixed: bool = False,
+    config: DecodeConfig | None = None,
+) -> None:
+    """Attend one query token per sequence; query and output (T, H, D), cache (2, N, P, K, D), contiguous inside a row.
+
+    Row b of query and output belongs to sequence b; rows of sequences with length 0 are set to zero. With `mixed`,
+    sequences whose query is one token long are served where `query_start_loc` says, and the others are left alone.
+    """
+    num_seqs = seq_lens.shape[0]
+    num_heads, head_dim = query.shape[1], query.shape[2]
+    page, num_kv_heads = kv_cache.shape[2], kv_cache.shape[3]
+    if config is None:
+        config = decode_config(padded_head_dim(head_dim), query.element_size(), num_seqs)
+    splits = decode_splits(config, num_seqs, num_kv_heads, max_seq_len)
+    kernel = _bound(query.dtype, num_heads, num_kv_heads, head_dim, page, mixed, config)
+    kernel(
+        (num_kv_heads, num_seqs, splits),
+        (
+            query, kv_cache, block_table, query_start_loc, seq_lens, output,
+            scratch.partial, scratch.stats, scratch.counter,
+        ),
+        (scale * LOG2_E, kv_cache.stride(0), block_table.stride(0), query.stride(0), output.stride(0)),
+    )  # fmt: skip

@@ -1,0 +1,100 @@
+"""What the paged attention kernels share: reading tiles of the cache through a block table, and the online softmax."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def tile_offsets(
+    block_table,
+    offs_n,
+    first,
+    limit,
+    offs_d,
+    ROW_STRIDE: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    PAGE: tl.constexpr,
+    MASKED: tl.constexpr,
+):
+    """Element offsets (BLOCK_N, BLOCK_D) of the cache rows of positions `offs_n`, which start at `first`.
+
+    `first` is a multiple of BLOCK_N, so that a tile that is no longer than a page lies in one page and needs one
+    look-up. With MASKED, positions from `limit` on are not looked up: the table may hold anything there.
+    """
+    if BLOCK_N <= PAGE:
+        rows = tl.load(block_table + first // PAGE).to(tl.int64) * PAGE + (offs_n % PAGE)
+    elif MASKED:
+        pages = tl.load(block_table + offs_n // PAGE, mask=offs_n < limit, other=0)
+        rows = pages.to(tl.int64) * PAGE + (offs_n % PAGE)
+    else:
+        rows = tl.load(block_table + offs_n // PAGE).to(tl.int64) * PAGE + (offs_n % PAGE)
+    return rows[:, None] * ROW_STRIDE + offs_d[None, :]
+
+
+@triton.jit
+def load_tile(pointers, offs_n, limit, d_mask, PAD_D: tl.constexpr, MASKED: tl.constexpr):
+    """Rows of the cache. What lies past `limit` or past the head size reads as zero, whatever the cache holds there:
+    a NaN in an unused slot must not meet the zero probability that masks it."""
+    if MASKED:
+        return tl.load(pointers, mask=(offs_n < limit)[:, None] & d_mask[None, :], other=0.0)
+    elif PAD_D:
+        return tl.load(pointers, mask=d_mask[None, :], other=0.0)
+    else:
+        return tl.load(pointers)
+
+
+@triton.jit
+def multiply_add(a, b, acc, UPCAST: tl.constexpr):
+    """`acc + a @ b`, accumulated in fp32; fp32 operands are not rounded to tf32.
+
+    UPCAST is for Triton's interpreter, whose dot is wrong for bf16 operands.
+    """
+    if UPCAST:
+        return tl.dot(a.to(tl.float32), b.to(tl.float32), acc, input_precision="ieee")
+    else:
+        return tl.dot(a, b, acc, input_precision="ieee")
+
+
+@triton.jit
+def attend_tile(
+    q,
+    k_base,
+    v_base,
+    block_table,
+    first,
+    limit,
+    q_positions,
+    offs_d,
+    d_mask,
+    acc,
+    row_max,
+    row_sum,
+    scale_log2,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    ROW_STRIDE: tl.constexpr,
+    PAGE: tl.constexpr,
+    PAD_D: tl.constexpr,
+    MASKED: tl.constexpr,
+    UPCAST: tl.constexpr,
+):
+    """One step of the online softmax over the keys `first .. first + BLOCK_N`.
+
+    Without MASKED every row may see every key of the tile. With it, row r sees positions <= `q_positions[r]`, and
+    only positions < `limit` are read. `row_max` is in units of log2.
+    """
+    offs_n = first + tl.arange(0, BLOCK_N)
+    offsets = tile_offsets(block_table, offs_n, first, limit, offs_d, ROW_STRIDE, BLOCK_N, PAGE, MASKED)
+    k = load_tile(k_base + offsets, offs_n, limit, d_mask, PAD_D, MASKED)
+    scores = multiply_add(q, tl.trans(k), tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32), UPCAST) * scale_log2
+    if MASKED:
+        scores = tl.where(offs_n[None, :] <= q_positions[:, None], scores, float("-inf"))
+    new_max = tl.maximum(row_max, tl.max(scores, 1))
+    weights = tl.exp2(scores - new_max[:, None])
+    rescale = tl.exp2(row_max - new_max)
+    row_sum = row_sum * rescale + tl.sum(weights, 1)
+    v = load_tile(v_base + offsets, offs_n, limit, d_mask, PAD_D, MASKED)
+    acc = multiply_add(weights.to(v.dtype), v, acc * rescale[:, None], UPCAST)
+    return acc, new_max, row_sum

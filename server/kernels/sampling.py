@@ -1,0 +1,227 @@
+"""Sampling from logits without a sort: greedy, temperature, top-k and top-p.
+
+Sampling is an argmax of `logit / temperature + Gumbel noise` (the Gumbel-max trick), which needs no normalisation and
+reads the logits once. Top-k and top-p become one threshold per row: the largest value that keeps k logits, then the
+largest that keeps probability p of what top-k left. Both are found by bisecting over the bits of the float, in the
+order that makes them sort as integers, so the threshold is exact. Logits equal to the threshold are all kept.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from server.kernels.launch import Prebound, cached
+
+_CHUNK = 8192
+_TILE = 4096
+
+
+@triton.jit
+def _sortable(x):
+    """Integer keys in the order of the floats `x`."""
+    bits = x.to(tl.int32, bitcast=True)
+    return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+
+
+@triton.jit(do_not_specialize=["logits_stride"])
+def _threshold_kernel(
+    logits_ptr,
+    temperature_ptr,
+    top_k_ptr,
+    top_p_ptr,
+    threshold_ptr,
+    logits_stride,
+    VOCAB: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    row = tl.program_id(0)
+    top_k = tl.load(top_k_ptr + row)
+    top_p = tl.load(top_p_ptr + row)
+    temperature = tl.load(temperature_ptr + row)
+    limit_k = (top_k > 0) & (top_k < VOCAB)
+    limit_p = top_p < 1.0
+    if (temperature <= 0.0) | ((limit_k | limit_p) == 0):
+        tl.store(threshold_ptr + row, float("-inf"))
+        return
+    logits = logits_ptr + row.to(tl.int64) * logits_stride
+    offs = tl.arange(0, TILE)
+    top = tl.full((TILE,), float("-inf"), dtype=tl.float32)
+    for start in tl.range(0, VOCAB, TILE):
+        x = tl.load(logits + start + offs, mask=start + offs < VOCAB, other=float("-inf")).to(tl.float32)
+        top = tl.maximum(top, x)
+    maximum = tl.max(top, 0)
+    # -inf and +inf in the order of `_sortable`, as 64-bit integers so that their sum cannot overflow.
+    highest = _sortable(maximum).to(tl.int64)
+    low = tl.full((), -2139095041, dtype=tl.int64)
+    if limit_k:
+        high = highest
+        while low < high:
+            middle = (low + high + 1) >> 1
+            count = tl.zeros((TILE,), dtype=tl.int32)
+            for start in tl.range(0, VOCAB, TILE):
+                x = tl.load(logits + start + offs, mask=start + offs < VOCAB, other=float("-inf")).to(tl.float32)
+                count += (_sortable(x) >= middle).to(tl.int32)
+            kept = tl.sum(count, 0)
+            if kept >= top_k:
+                low = middle
+                if kept == top_k:
+                    high = middle
+            else:
+                high = middle - 1
+    if limit_p:
+        floor = low
+        mass = tl.zeros((TILE,), dtype=tl.float32)
+        for start in tl.range(0, VOCAB, TILE):
+            x = tl.load(logits + start + offs, mask=start + offs < VOCAB, other=float("-inf")).to(tl.float32)
+            weight = tl.exp((x - maximum) / temperature)
+            mass += tl.where(_sortable(x) >= floor, weight, 0.0)
+        wanted = tl.sum(mass, 0) * top_p
+        high = highest
+        while low < high:
+            middle = (low + high + 1) >> 1
+            mass = tl.zeros((TILE,), dtype=tl.float32)
+            for start in tl.range(0, VOCAB, TILE):
+                x = tl.load(logits + start + offs, mask=start + offs < VOCAB, other=float("-inf")).to(tl.float32)
+                weight = tl.exp((x - maximum) / temperature)
+                mass += tl.where(_sortable(x) >= middle, weight, 0.0)
+            if tl.sum(mass, 0) >= wanted:
+                low = middle
+            else:
+                high = middle - 1
+    key = low.to(tl.int32)
+    bits = tl.where(key < 0, key ^ 0x7FFFFFFF, key)
+    tl.store(threshold_ptr + row, bits.to(tl.float32, bitcast=True))
+
+
+@triton.jit
+def _better(value_a, index_a, value_b, index_b):
+    """The larger value; of equal ones the smaller index."""
+    take_a = (value_a > value_b) | ((value_a == value_b) & (index_a < index_b))
+    return tl.where(take_a, value_a, value_b), tl.where(take_a, index_a, index_b)
+
+
+@triton.jit(do_not_specialize=["logits_stride"])
+def _chunk_argmax_kernel(
+    logits_ptr,
+    temperature_ptr,
+    threshold_ptr,
+    seed_ptr,
+    position_ptr,
+    values_ptr,
+    indices_ptr,
+    logits_stride,
+    VOCAB: tl.constexpr,
+    CHUNK: tl.constexpr,
+    RANDOM: tl.constexpr,
+    LIMITED: tl.constexpr,
+):
+    row = tl.program_id(0)
+    chunk = tl.program_id(1)
+    offs = chunk * CHUNK + tl.arange(0, CHUNK)
+    mask = offs < VOCAB
+    x = tl.load(logits_ptr + row.to(tl.int64) * logits_stride + offs, mask=mask, other=float("-inf")).to(tl.float32)
+    if RANDOM:
+        temperature = tl.load(temperature_ptr + row)
+        if temperature > 0.0:
+            if LIMITED:
+                x = tl.where(x >= tl.load(threshold_ptr + row), x, float("-inf"))
+            # A stream of its own for every (request seed, position).
+            seed = tl.load(seed_ptr + row) ^ (tl.load(position_ptr + row) * -7046029254386353131)
+            uniform = tl.maximum(tl.rand(seed, offs), 1e-37)
+            x = x / temperature - tl.log(-tl.log(uniform))
+    # A NaN compares as smaller than everything: a row of NaNs yields its first token rather than no token.
+    x = tl.where(mask & (x == x), x, float("-inf"))
+    value, index = tl.reduce((x, offs), 0, _better)
+    cell = row * tl.num_programs(1) + chunk
+    tl.store(values_ptr + cell, value)
+    tl.store(indices_ptr + cell, index)
+
+
+@triton.jit(do_not_specialize=["num_chunks"])
+def _merge_argmax_kernel(values_ptr, indices_ptr, out_ptr, num_chunks, BLOCK: tl.constexpr):
+    row = tl.program_id(0)
+    offs = tl.arange(0, BLOCK)
+    mask = offs < num_chunks
+    values = tl.load(values_ptr + row * num_chunks + offs, mask=mask, other=float("-inf"))
+    indices = tl.load(indices_ptr + row * num_chunks + offs, mask=mask, other=2147483647)
+    _, index = tl.reduce((values, indices), 0, _better)
+    tl.store(out_ptr + row, index.to(tl.int64))
+
+
+@cached
+def _bound_threshold(dtype: torch.dtype, vocab: int) -> Prebound:
+    return Prebound(_threshold_kernel, (vocab, _TILE), num_warps=16)
+
+
+@cached
+def _bound_chunk(dtype: torch.dtype, position_dtype: torch.dtype, vocab: int, random: bool, limited: bool) -> Prebound:
+    return Prebound(_chunk_argmax_kernel, (vocab, _CHUNK, random, limited), num_warps=8)
+
+
+@cached
+def _bound_merge(block: int) -> Prebound:
+    return Prebound(_merge_argmax_kernel, (block,), num_warps=1)
+
+
+def _reduce(
+    logits: torch.Tensor,
+    temperature: torch.Tensor,
+    threshold: torch.Tensor,
+    seeds: torch.Tensor,
+    positions: torch.Tensor,
+    *,
+    random: bool,
+    limited: bool,
+) -> torch.Tensor:
+    rows, vocab = logits.shape
+    chunks = -(-vocab // _CHUNK)
+    out = torch.empty(rows, dtype=torch.int64, device=logits.device)
+    if rows == 0:
+        return out
+    values = torch.empty(rows * chunks, dtype=torch.float32, device=logits.device)
+    indices = torch.empty(rows * chunks, dtype=torch.int32, device=logits.device)
+    kernel = _bound_chunk(logits.dtype, positions.dtype, vocab, random, limited)
+    kernel(
+        (rows, chunks, 1),
+        (logits, temperature, threshold, seeds, positions, values, indices),
+        (logits.stride(0),),
+    )
+    _bound_merge(triton.next_power_of_2(chunks))((rows, 1, 1), (values, indices, out), (chunks,))
+    return out
+
+
+def argmax(logits: torch.Tensor) -> torch.Tensor:
+    """logits (S, V) -> the index of the largest of each row, the first of equal ones, int64 (S,)."""
+    return _reduce(logits, logits, logits, logits, logits, random=False, limited=False)
+
+
+def sample(
+    logits: torch.Tensor,
+    temperature: torch.Tensor,
+    seeds: torch.Tensor,
+    positions: torch.Tensor,
+    top_k: torch.Tensor | None = None,
+    top_p: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Draw a token for each row of logits (S, V); int64 (S,).
+
+    `temperature` float32 (S,), 0: greedy. `seeds` int64 (S,), one per request, and `positions` int64 (S,), the token's
+    place in it: equal pairs draw equal noise, so a request is reproducible in any batch. `top_k` int32 (S,), <= 0: all;
+    `top_p` float32 (S,), 1: all. Leave both None when no row limits its choice: a threshold costs some thirty reads of
+    the row.
+    """
+    limited = top_k is not None or top_p is not None
+    threshold = temperature
+    if limited and logits.shape[0]:
+        rows, vocab = logits.shape
+        if top_k is None:
+            top_k = torch.zeros(rows, dtype=torch.int32, device=logits.device)
+        if top_p is None:
+            top_p = torch.ones(rows, dtype=torch.float32, device=logits.device)
+        threshold = torch.empty(rows, dtype=torch.float32, device=logits.device)
+        _bound_threshold(logits.dtype, vocab)(
+            (rows, 1, 1), (logits, temperature, top_k, top_p, threshold), (logits.stride(0),)
+        )
+    return _reduce(logits, temperature, threshold, seeds, positions, random=True, limited=limited)
