@@ -10,6 +10,9 @@ from reports.results import INDEX_NAME, read_index, read_result
 from reports.schema import CellResult, MatrixIndex
 from server.errors import UserError
 
+REPORT_STEM = "report"
+"""Rendered reports are `report.<format>`; `report.json` is therefore not a result."""
+
 
 class ResultSet(msgspec.Struct, kw_only=True):
     """Results in the order of their matrix."""
@@ -43,7 +46,7 @@ def load_results(path: Path) -> ResultSet:
         results = [read_result(file) for file in files if file.is_file()]
         missing = [file.name for file in files if not file.is_file()]
         return ResultSet(title=index.suite, results=results, index=index, missing=missing)
-    results = [read_result(file) for file in sorted(path.glob("*.json"))]
+    results = [read_result(file) for file in sorted(path.glob("*.json")) if file.stem != REPORT_STEM]
     if not results:
         raise UserError(f"{path}: holds no results (no {INDEX_NAME}, no *.json); name a directory that a run wrote")
     results.sort(key=lambda result: result.provenance.started_at)
