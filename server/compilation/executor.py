@@ -100,17 +100,28 @@ class PlanExecutor:
         slots[0], slots[1], slots[2] = input_ids, positions, input_ids.shape[0]
         return slots
 
-    def run_step(self, step: BoundStep, slots: list[Any]) -> None:
+    @staticmethod
+    def operands(step: BoundStep, slots: list[Any]) -> list[Any]:
+        """Arguments of a step (an attention call's without the layer's name)."""
         arguments = step.arguments.copy()
         for position, slot in step.gaps:
             arguments[position] = slots[slot]
+        return arguments
+
+    @staticmethod
+    def drop(step: BoundStep, slots: list[Any]) -> None:
+        """Let go of what no step after `step` reads."""
+        for slot in step.drops:
+            slots[slot] = None
+
+    def run_step(self, step: BoundStep, slots: list[Any]) -> None:
+        arguments = self.operands(step, slots)
         if step.piece is None:
             self.attention(*arguments, step.layer)
         else:
             for slot, value in zip(step.results, step.piece(*arguments), strict=True):
                 slots[slot] = value
-        for slot in step.drops:
-            slots[slot] = None
+        self.drop(step, slots)
 
     def __call__(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         slots = self.start(input_ids, positions)

@@ -27,9 +27,10 @@ def explain_cache(config: ServerConfig) -> list[str]:
 def server_factors(config: ServerConfig) -> dict[str, str]:
     """The factors as the worker of a server with `config` will collect them."""
     from server.models.registry import resolve_model
-    from server.worker.device import default_token_budget, init_device, resolve_device, resolve_dtype
+    from server.worker.device import init_device, resolve_device, resolve_dtype, token_budget
 
-    model = resolve_model(config.model).config
+    resolved = resolve_model(config.model)
+    model = resolved.config
     device = resolve_device(config.device)
     init_device(device)
     return collect(
@@ -37,7 +38,7 @@ def server_factors(config: ServerConfig) -> dict[str, str]:
         device_type=device.type,
         device_index=device.index or 0,
         dtype=resolve_dtype(config.model.dtype, model, device),
-        max_positions=config.model.max_model_len or model.max_position_embeddings,
-        token_budget=default_token_budget(config, device),
+        max_positions=resolved.max_model_len,
+        token_budget=token_budget(config.scheduler, device),
         custom_ops=config.compilation.custom_ops == "on",
     )
