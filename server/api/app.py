@@ -20,7 +20,7 @@ from server.api.state import ApiState
 _log = logging.getLogger(__name__)
 
 
-def create_app(state: ApiState) -> ASGIApp:
+def create_app(state: ApiState) -> Gate:
     app = Starlette(
         routes=[
             Route("/v1/completions", routes_completions.completions, methods=["POST"]),
@@ -50,7 +50,7 @@ class Gate:
     """Outermost: lets in who has the key (`/health` is open to all), and hands the server's own `send` on."""
 
     def __init__(self, app: ASGIApp, api_key: str | None) -> None:
-        self._app = app
+        self.app = app
         self._expected = None if api_key is None else b"bearer " + api_key.encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -61,7 +61,7 @@ class Gate:
                 error.headers = {"WWW-Authenticate": "Bearer"}
                 await error_response(error)(scope, receive, send)
                 return
-        await self._app(scope, receive, send)
+        await self.app(scope, receive, send)
 
     def _has_key(self, scope: Scope) -> bool:
         assert self._expected is not None

@@ -100,6 +100,8 @@ class EngineClient:
             message = await self._receiver.receive()
             if isinstance(message, StepOutputs):
                 self._on_step(message)
+                # A message that is already here is received without a pause: let the streams write first.
+                await asyncio.sleep(0)
 
     def _on_step(self, step: StepOutputs) -> None:
         metrics = self.metrics

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from server.api.detokenizer import Detokenizer
@@ -193,7 +194,7 @@ class Sequence:
 class Generation:
     """The sequences of one HTTP request and the handler that waits for them."""
 
-    __slots__ = ("_waiter", "_whole", "arrival_ns", "changed", "error", "id", "sequences", "unfinished")
+    __slots__ = ("_waiter", "_whole", "arrival_ns", "changed", "error", "id", "sequences", "sink", "unfinished")
 
     def __init__(self, id: str, arrival_ns: int, *, whole: bool) -> None:
         """`whole`: the handler waits for the end, not for every token."""
@@ -203,15 +204,21 @@ class Generation:
         self.changed: list[Sequence] = []
         self.unfinished = 0
         self.error: ApiError | None = None
+        self.sink: Callable[[], bool] | None = None
+        """Takes what is new at once, while the handler waits; False: it cannot, wake the handler."""
         self._whole = whole
         self._waiter: asyncio.Future[None] | None = None
 
     def wake(self) -> None:
+        """Tell the handler that something is new, if it waits; a busy one asks by itself when it is done."""
         waiter = self._waiter
-        if waiter is not None and (not self._whole or self.unfinished == 0 or self.error is not None):
-            self._waiter = None
-            if not waiter.done():
-                waiter.set_result(None)
+        if waiter is None or (self._whole and self.unfinished and self.error is None):
+            return
+        if self.sink is not None and self.unfinished and self.error is None and self.sink():
+            return
+        self._waiter = None
+        if not waiter.done():
+            waiter.set_result(None)
 
     def fail(self, error: ApiError) -> None:
         """Make the handler end with `error`."""
@@ -234,6 +241,10 @@ class Generation:
             await self._waiter
         if self.error is not None:
             raise self.error
+        return self.take()
+
+    def take(self) -> list[Delta]:
+        """What is new now, one delta per sequence that changed."""
         changed = self.changed
         self.changed = []
         return [sequence.take() for sequence in changed]

@@ -125,15 +125,7 @@ async def run_whole(job: Job, state: ApiState, request: Request) -> list[Delta]:
 
 def run_stream(job: Job, state: ApiState, request: Request, writer: EventWriter) -> EventStream:
     """The answer that streams it."""
-
-    async def events() -> AsyncIterator[bytes]:
-        async with _running(job, state, request.receive) as generation:
-            while deltas := await generation.next():
-                yield writer.write(deltas)
-        if last := writer.last():
-            yield last
-
-    return EventStream(events(), job.generation, state.streams)
+    return EventStream(_running(job, state, request.receive), job.generation, writer, state.streams)
 
 
 def now_ns() -> int:

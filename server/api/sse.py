@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
+from contextlib import AbstractAsyncContextManager
 
 from starlette.responses import Response
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
+from server.api.chunks import EventWriter
 from server.api.errors import ApiError
 from server.api.generation import Generation
+from server.api.http_protocol import BodyWriter
 
 DONE = b"data: [DONE]\n\n"
 STALL_LIMIT_S = 30.0
@@ -25,54 +27,80 @@ _HEADERS = [
 ]
 
 
+def _body(data: bytes, *, more: bool) -> Message:
+    return {"type": "http.response.body", "body": data, "more_body": more}
+
+
 def error_event(error: ApiError) -> bytes:
     return b"data: " + error.body() + b"\n\n"
 
 
 class EventStream(Response):
-    """An answer whose body is `events`, chunks of whole SSE events, written as they come.
+    """An answer that writes the deltas of a generation as SSE events, as they come.
 
-    Backpressure is the transport's: `send` waits while the client's socket is full, and what is generated meanwhile
-    becomes one event. An ApiError from `events` ends the stream with an error event.
+    While the client's socket takes what it is given, a step's event goes from the engine's message straight into the
+    transport (`_write_now`). Otherwise the handler waits in `send` until it does (backpressure is the transport's),
+    and what is generated meanwhile becomes one event. A failed generation ends in an error event.
     """
 
-    def __init__(self, events: AsyncIterator[bytes], generation: Generation, streams: EventStreams) -> None:
+    def __init__(
+        self,
+        running: AbstractAsyncContextManager[Generation],
+        generation: Generation,
+        writer: EventWriter,
+        streams: EventStreams,
+    ) -> None:
+        """`running`: the generation is in the engine while it is entered."""
         super().__init__()
         self.generation = generation
-        self.sending_since: float | None = None
-        self._events = events
+        self._running = running
+        self._writer = writer
         self._streams = streams
-        self._transport: asyncio.Transport | None = None
+        self._body: BodyWriter | None = None
+        self._sending_since: float | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        generation = self.generation
         state = scope["state"]
         # The server's own channel: the framework wraps `send` in three coroutines that a token need not go through.
         send = state.get("raw_send", send)
-        self._transport = state.get("transport")
+        self._body = state.get("body_writer")
         self._streams.add(self)
         try:
             await send({"type": "http.response.start", "status": 200, "headers": _HEADERS})
             try:
-                async for data in self._events:
-                    self.sending_since = time.monotonic()
-                    await send({"type": "http.response.body", "body": data, "more_body": True})
-                    self.sending_since = None
-                end = DONE
+                async with self._running:
+                    if self._body is not None:
+                        generation.sink = self._write_now
+                    while deltas := await generation.next():
+                        self._sending_since = time.monotonic()
+                        await send(_body(self._writer.write(deltas), more=True))
+                        self._sending_since = None
+                end = self._writer.last() + DONE
             except ApiError as error:
                 end = error_event(error)
-            await send({"type": "http.response.body", "body": end, "more_body": False})
+            await send(_body(end, more=False))
         finally:
+            generation.sink = None
             self._streams.discard(self)
 
+    def _write_now(self) -> bool:
+        """Write what is new without waiting; False when the client's socket is full."""
+        body = self._body
+        if body is None or not body.is_writable:
+            return False
+        body.write(self._writer.write(self.generation.take()))
+        return True
+
     def is_stalled(self, now: float) -> bool:
-        return self.sending_since is not None and (
-            now - self.sending_since > STALL_LIMIT_S or self.generation.num_untaken_tokens > MAX_UNSENT_TOKENS
+        return self._sending_since is not None and (
+            now - self._sending_since > STALL_LIMIT_S or self.generation.num_untaken_tokens > MAX_UNSENT_TOKENS
         )
 
     def cut(self) -> None:
         """Drop the connection with what is buffered for it; a closed one would wait for its reader for ever."""
-        if self._transport is not None:
-            self._transport.abort()
+        if self._body is not None:
+            self._body.abort()
 
 
 class EventStreams:
