@@ -10,7 +10,7 @@ import msgspec
 
 from server.errors import UserError
 from workloads.base import Message
-from workloads.files import explain_broken_json, iter_lines, parse_json_line, read_json_array
+from workloads.files import check_surrogates, iter_lines, parse_json_line, read_json_array
 
 _ROLES = {
     "human": "user",
@@ -45,15 +45,15 @@ class ConversationFile:
         Raises:
             UserError: the element has not the schema; names the element (from 1) and the key.
         """
+        where = f"{self.path}: conversation {position + 1}"
         row: Any = self._rows[position]
         if isinstance(row, msgspec.Raw):
             try:
                 row = msgspec.json.decode(row)
             except msgspec.DecodeError as error:
-                explain_broken_json(self.path, bytes(row), error)
+                raise UserError(f"{where}: {error}") from None
         else:
             row = parse_json_line(self.path, *row)
-        where = f"{self.path}: conversation {position + 1}"
         if not isinstance(row, dict):
             raise UserError(f"{where}: expected an object with `conversations`, got {type(row).__name__}")
         found = next((row[key] for key in ("conversations", "conversation", "messages") if key in row), None)
@@ -76,9 +76,11 @@ def _unwrap(value: Any, where: str) -> Any:
     if not isinstance(value, str):
         return value
     try:
-        return json.loads(value)
+        decoded = json.loads(value)
     except (ValueError, RecursionError) as error:
         raise UserError(f"{where}: a turn is text but not JSON ({error})") from None
+    check_surrogates(value, decoded, where=where)
+    return decoded
 
 
 def _turn(raw: Any, where: str) -> Message:

@@ -159,7 +159,7 @@ def _offsets_and_requests(path: Path) -> Iterator[tuple[int, int, WorkloadReques
             except msgspec.ValidationError as error:
                 raise UserError(f"{path}: line {number}: {error}") from None
             except msgspec.DecodeError as error:
-                explain_broken_json(path, raw, error, first_line=number)
+                explain_broken_json(path, raw.rstrip(b"\r\n"), error, first_line=number)
             if problem := _problem(request):
                 raise UserError(f"{path}: line {number}: {problem}")
             yield number, start, request

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import codecs
 import csv
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NoReturn
@@ -14,6 +16,9 @@ from server.errors import UserError
 
 _GZIP_MAGIC = b"\x1f\x8b"
 _BOM = b"\xef\xbb\xbf"
+_CHECK_BYTES = 1 << 20
+# Escapes in JSON text: a backslash itself, a whole surrogate pair, or half of one.
+_SURROGATES = re.compile(r"\\\\|(?P<pair>\\u[dD][89abAB]..\\u[dD][c-fC-F]..)|(?P<half>\\u[dD][89a-fA-F]..)")
 
 
 def open_data(path_text: str, *, where: str) -> Path:
@@ -62,9 +67,20 @@ def parse_json_line(path: Path, number: int, line: str) -> dict[str, Any]:
         raise UserError(f"{path}: line {number}, column {error.colno}: broken JSON ({error.msg})") from None
     except (ValueError, RecursionError) as error:
         raise UserError(f"{path}: line {number}: broken JSON ({error})") from None
+    check_surrogates(line, value, where=f"{path}: line {number}")
     if not isinstance(value, dict):
         raise UserError(f"{path}: line {number}: expected a JSON object, got {type(value).__name__}")
     return value
+
+
+def check_surrogates(text: str, value: Any, *, where: str) -> None:
+    """Raise UserError when `value`, decoded from the JSON `text`, holds half a surrogate pair: no server takes it."""
+    if "\\ud" not in text and "\\uD" not in text:
+        return
+    try:
+        json.dumps(value, ensure_ascii=False).encode("utf-8")
+    except UnicodeEncodeError:
+        raise UserError(f"{where}: holds half of a surrogate pair (\\ud800 to \\udfff), which is not text") from None
 
 
 def _refuse_constant(name: str) -> NoReturn:
@@ -74,9 +90,13 @@ def _refuse_constant(name: str) -> NoReturn:
 def read_json_array(path: Path) -> list[msgspec.Raw]:
     """The elements of the JSON array in a file, not yet decoded: views into one buffer of the file's size."""
     data = path.read_bytes().removeprefix(_BOM)
+    decoder = codecs.getincrementaldecoder("utf-8")()
     try:
+        # Undecoded elements are not checked for UTF-8; in pieces, so that no second copy of the file is made.
+        for start in range(0, len(data), _CHECK_BYTES):
+            decoder.decode(data[start : start + _CHECK_BYTES])
         elements: list[msgspec.Raw] = msgspec.json.decode(data, type=list[msgspec.Raw])
-    except (msgspec.DecodeError, RecursionError) as error:
+    except (UnicodeDecodeError, msgspec.DecodeError, RecursionError) as error:
         explain_broken_json(path, data, error)
     return elements
 
@@ -86,6 +106,7 @@ def explain_broken_json(path: Path, data: bytes, error: Exception, *, first_line
     try:
         text = data.decode("utf-8")
         json.loads(text, parse_constant=_refuse_constant)
+        position = next((match.start() for match in _SURROGATES.finditer(text) if match.lastgroup == "half"), None)
     except UnicodeDecodeError as broken:
         line = data.count(b"\n", 0, broken.start) + first_line
         column = broken.start - data.rfind(b"\n", 0, broken.start)
@@ -96,6 +117,10 @@ def explain_broken_json(path: Path, data: bytes, error: Exception, *, first_line
         ) from None
     except (ValueError, RecursionError) as broken:
         raise UserError(f"{path}: broken JSON ({broken})") from None
+    if position is not None:
+        line = text.count("\n", 0, position) + first_line
+        column = position - text.rfind("\n", 0, position)
+        raise UserError(f"{path}: line {line}, column {column}: half of a surrogate pair, which is not text")
     raise UserError(f"{path}: {error}")
 
 

@@ -31,7 +31,8 @@ _SHAPES = ("DNVDN", "DANVDN", "DNVDANPDN", "DNRVDN", "DANVDNPDAN", "DNVDNPDN")
 TOKENS_PER_WORD = 1.15
 """Rough tokens per generated word (full stops included) when no tokenizer is at hand to count with."""
 
-# What can be put at the end to gain exactly one token, tried in a random order; the short ones suit character vocabularies.
+# What can be put at the end to gain exactly one token, tried in a random order; the short ones suit character
+# vocabularies.
 _FILLERS = (" the", " and", " of", " a", ".", "!", ",", "\n", " I", "a", "x", "1", " ")
 _MOST_FILLERS = 12
 _ATTEMPTS = 64
