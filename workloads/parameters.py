@@ -44,41 +44,59 @@ def convert(type_: Any, values: Mapping[str, Any], *, where: str) -> Any:
 def _explain(message: str, type_: Any, values: Any) -> str:
     if unknown := _UNKNOWN_FIELD.search(message):
         path = (unknown["path"] or "").strip(".")
-        known = _fields_at(type_, values, path)
+        struct = _struct_of(*_at(type_, values, path))
+        known = [] if struct is None else [field.encode_name for field in struct.fields]
         prefix = f"{path}." if path else ""
         return f"unknown key `{prefix}{unknown['field']}`; {near_matches(unknown['field'], known)}"
     if at := _AT_PATH.search(message):
-        return f"`{at['path']}`: {message[: at.start()]}"
+        choices = _choices(type_, values, at["path"])
+        value = _at(type_, values, at["path"])[1]
+        hint = f"; {near_matches(str(value), choices)}" if choices and message.startswith("Invalid") else ""
+        return f"`{at['path']}`: {message[: at.start()]}{hint}"
     return message
 
 
-def _fields_at(type_: Any, values: Any, path: str) -> list[str]:
-    """Names of the fields that the struct at `path` ("a.b", "" for the top, list indices ignored) has."""
-    node = msgspec.inspect.type_info(type_)
-    for key in [part for part in path.split(".") if part]:
-        struct = _struct_for(node, values)
-        if struct is None:
-            return []
-        name = key.split("[")[0]
-        node = next((field.type for field in struct.fields if field.encode_name == name), node)
+def _at(type_: Any, values: Any, path: str) -> tuple[msgspec.inspect.Type | None, Any]:
+    """Type and value at `path`, such as "a.b[2].c" ("" for the top), as far as both are known.
+
+    msgspec writes list indices as `[...]`; the first item then stands for all.
+    """
+    node: msgspec.inspect.Type | None = msgspec.inspect.type_info(type_)
+    for key in filter(None, path.split(".")):
+        struct = _struct_of(node, values)
+        name, index, _ = key.partition("[")
+        fields = [] if struct is None else [field.type for field in struct.fields if field.encode_name == name]
+        node = fields[0] if fields else None
         values = values.get(name) if isinstance(values, Mapping) else None
-        if "[" in key and isinstance(node, msgspec.inspect.ListType | msgspec.inspect.VarTupleType):
-            node = node.item_type
-            values = values[0] if values else None
-    struct = _struct_for(node, values)
-    return [] if struct is None else [field.encode_name for field in struct.fields]
+        if index:
+            node = node.item_type if isinstance(node, msgspec.inspect.ListType) else None
+            values = values[0] if isinstance(values, list) and values else None
+    return node, values
 
 
-def _struct_for(node: msgspec.inspect.Type, values: Any) -> msgspec.inspect.StructType | None:
-    if isinstance(node, msgspec.inspect.StructType):
-        return node
-    if isinstance(node, msgspec.inspect.UnionType):
-        structs = [member for member in node.types if isinstance(member, msgspec.inspect.StructType)]
-        for struct in structs:
-            if isinstance(values, Mapping) and values.get(struct.tag_field) == struct.tag:
-                return struct
-        return structs[0] if len(structs) == 1 else None
-    return None
+def _struct_of(node: msgspec.inspect.Type | None, values: Any) -> msgspec.inspect.StructType | None:
+    """The struct that `values` is meant as: `node` itself, or the member of the union that the tag names."""
+    structs = _members(node)
+    if len(structs) == 1:
+        return structs[0]
+    tagged = [s for s in structs if isinstance(values, Mapping) and values.get(s.tag_field) == s.tag]
+    return tagged[0] if tagged else None
+
+
+def _members(node: msgspec.inspect.Type | None) -> list[msgspec.inspect.StructType]:
+    types = node.types if isinstance(node, msgspec.inspect.UnionType) else (node,)
+    return [member for member in types if isinstance(member, msgspec.inspect.StructType)]
+
+
+def _choices(type_: Any, values: Any, path: str) -> list[str]:
+    """What may stand at `path` when that is a closed choice: a literal's values, or the tags of a union."""
+    node, _ = _at(type_, values, path)
+    types = node.types if isinstance(node, msgspec.inspect.UnionType) else (node,)
+    literals = [str(value) for t in types if isinstance(t, msgspec.inspect.LiteralType) for value in t.values]
+    if literals:
+        return literals
+    parent, _, last = path.rpartition(".")
+    return [str(struct.tag) for struct in _members(_at(type_, values, parent)[0]) if struct.tag_field == last]
 
 
 def parse_assignments(assignments: Iterable[str]) -> dict[str, Any]:
