@@ -45,7 +45,7 @@ def collect_provenance(command: Sequence[str] | None = None) -> Provenance:
     """
     commit, dirty = git_state(Path(benchctl.__file__).parent)
     return Provenance(
-        started_at=datetime.now(UTC).isoformat(timespec="seconds"),
+        started_at=utc_now(),
         benchctl_version=benchctl.__version__,
         git_commit=commit,
         git_dirty=dirty,
@@ -59,6 +59,11 @@ def collect_provenance(command: Sequence[str] | None = None) -> Provenance:
         hostname_hash=hashlib.sha256(socket.gethostname().encode()).hexdigest()[:12],
         command=mask_secrets(["benchctl", *sys.argv[1:]] if command is None else list(command)),
     )
+
+
+def utc_now() -> str:
+    """ISO 8601, to the second, e.g. `2026-03-14T09:26:53+00:00`."""
+    return datetime.now(UTC).isoformat(timespec="seconds")
 
 
 def git_state(directory: Path) -> tuple[str | None, bool | None]:

@@ -56,16 +56,16 @@ class Suite(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     name: str = ""
     description: str = ""
     seed: int = 0
-    engines: list[str] = ["benchctl"]
+    engines: list[str] = msgspec.field(default_factory=lambda: ["benchctl"])
     models: list[str]
-    modes: list[str] = ["compile", "eager"]
-    backends: list[str] = ["auto"]
+    modes: list[str] = msgspec.field(default_factory=lambda: ["compile", "eager"])
+    backends: list[str] = msgspec.field(default_factory=lambda: ["auto"])
     url: str | None = None
     """For engine `url`."""
     server: dict[str, Any] = {}
     """Flags of `benchctl serve` for every server, with underscores, e.g. `max_model_len = 2048`."""
     loads: list[Load]
-    starts: list[StartKind] = ["cold", "warm"]
+    starts: list[StartKind] = msgspec.field(default_factory=lambda: ["cold", "warm"])
     """Which starts are timed; the last one started serves the loads. Warm needs cold before it."""
     start_repeats: int = 1
     """Timed starts of each kind."""

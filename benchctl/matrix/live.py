@@ -1,0 +1,183 @@
+"""What a person sees while a matrix runs: a live table on a terminal, plain lines everywhere else."""
+
+from __future__ import annotations
+
+import time
+from types import TracebackType
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.spinner import Spinner
+from rich.table import Table
+from rich.text import Text
+
+from benchctl.matrix.plan import Cell, Plan, ServerPlan
+from benchctl.matrix.progress import Progress
+from benchctl.matrix.traffic import Traffic
+from reports import formatting
+from reports.console import STYLES
+from reports.metrics import METRICS
+from reports.schema import CellResult, StartupReport
+
+
+def make_observer(console: Console) -> LiveObserver | PlainObserver:
+    """The live view for a terminal, else lines."""
+    return LiveObserver(console) if console.is_terminal else PlainObserver(console)
+
+
+def result_line(result: CellResult) -> Text:
+    """One finished cell: status, id, and its figures or its reason."""
+    text = Text.assemble((f"{result.status:<11} ", STYLES[result.status]), (result.cell_id, "bold"))
+    if result.metrics is not None and result.metrics.completed:
+        shown = [METRICS[key] for key in ("output_tokens_per_s", "ttft_p50_s", "ttft_p99_s", "tpot_p50_s")]
+        figures = ", ".join(f"{metric.label} {metric.text(result)}" for metric in shown)
+        text.append(f"  {figures}")
+        if result.metrics.failed:
+            text.append(f"  {result.metrics.failed} requests failed", "red")
+    if result.reason:
+        text.append(f"  {result.reason}", "dim")
+    return text
+
+
+class PlainObserver:
+    """One line per event, for logs and pipes."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._done = 0
+        self._total = 0
+
+    def __enter__(self) -> PlainObserver:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        return None
+
+    def on_plan(self, plan: Plan, reused: list[CellResult]) -> None:
+        self._total = len(plan.cells)
+        self._done = len(reused)
+        kept = f", {len(reused)} kept from before" if reused else ""
+        self._say(f"suite {plan.suite.name}: {self._total} cells on {len(plan.servers)} servers{kept}")
+
+    def on_start(self, server: ServerPlan, kind: str) -> None:
+        self._say(f"starting {server.name} ({kind})" if kind != "unknown" else f"connecting to {server.name}")
+
+    def on_started(self, server: ServerPlan, report: StartupReport | None) -> None:
+        if report is not None:
+            healthy, token = (formatting.seconds(v) for v in (report.to_healthy_s, report.to_first_token_s))
+            self._say(f"started {server.name} ({report.kind}): healthy after {healthy}, first token after {token}")
+
+    def on_cell(self, cell: Cell, traffic: Traffic) -> None:
+        self._say(f"replaying {traffic.info.requests} requests: {cell.id}")
+
+    def on_progress(self, cell: Cell, progress: Progress) -> None:
+        return None
+
+    def on_result(self, result: CellResult) -> None:
+        self._done += 1
+        line = Text(f"[{self._done}/{self._total}] ", "dim")
+        self._console.print(line.append_text(result_line(result)), soft_wrap=True)
+
+    def _say(self, text: str) -> None:
+        self._console.print(Text(text), soft_wrap=True)
+
+
+class LiveObserver:
+    """Finished cells scroll by; below them what runs now, its figures, and how long the rest may take."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._spinner = Spinner("dots")
+        self._live = Live(console=console, get_renderable=self._render, refresh_per_second=8, transient=True)
+        self._plan: Plan | None = None
+        self._done = 0
+        self._activity = Text("preparing")
+        self._progress: Progress | None = None
+        self._began = time.monotonic()
+        self._server_began = self._began
+        self._ran_cells = 0
+
+    def __enter__(self) -> LiveObserver:
+        self._live.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._live.stop()
+
+    def on_plan(self, plan: Plan, reused: list[CellResult]) -> None:
+        self._plan = plan
+        self._done = len(reused)
+        self._began = time.monotonic()
+        for result in reused:
+            self._console.print(Text("kept        ", "dim").append(result.cell_id), soft_wrap=True)
+
+    def on_start(self, server: ServerPlan, kind: str) -> None:
+        self._progress = None
+        self._server_began = time.monotonic()
+        how = f"{kind} start of" if kind != "unknown" else "connecting to"
+        self._activity = Text.assemble((f"{how} ", "dim"), (server.name, "bold"))
+
+    def on_started(self, server: ServerPlan, report: StartupReport | None) -> None:
+        if report is not None:
+            line = Text.assemble((f"{report.kind + ' start':<11} ", "cyan"), (server.name, "bold"))
+            line.append(f"  healthy after {formatting.seconds(report.to_healthy_s)}")
+            line.append(f", first token after {formatting.seconds(report.to_first_token_s)}")
+            self._console.print(line, soft_wrap=True)
+
+    def on_cell(self, cell: Cell, traffic: Traffic) -> None:
+        self._server_began = time.monotonic()
+        self._activity = Text.assemble(("replaying ", "dim"), (cell.id, "bold"))
+
+    def on_progress(self, cell: Cell, progress: Progress) -> None:
+        self._progress = progress
+
+    def on_result(self, result: CellResult) -> None:
+        self._done += 1
+        self._ran_cells += 1
+        self._progress = None
+        self._console.print(result_line(result), soft_wrap=True)
+
+    def _render(self) -> RenderableType:
+        if self._plan is None:
+            return Text("")
+        total = len(self._plan.cells)
+        head = Table.grid(padding=(0, 1))
+        since = formatting.seconds(float(round(time.monotonic() - self._server_began)))
+        head.add_row(self._spinner, self._activity, Text(since, "dim"))
+        rows: list[RenderableType] = [head]
+        if self._progress is not None:
+            rows.append(_progress_row(self._progress))
+        foot = Table.grid(padding=(0, 1))
+        foot.add_row(
+            Text("  cells", "dim"), ProgressBar(total, self._done, width=24), Text(f"{self._done}/{total}"), self._eta()
+        )
+        rows.append(foot)
+        return Group(*rows)
+
+    def _eta(self) -> Text:
+        """From the mean time of the cells so far, their servers' starts included."""
+        if self._plan is None or self._ran_cells == 0:
+            return Text("")
+        each = (time.monotonic() - self._began) / self._ran_cells
+        left = (len(self._plan.cells) - self._done) * each
+        return Text(f"about {formatting.seconds(float(round(left)))} left", "dim")
+
+
+def _progress_row(progress: Progress) -> Table:
+    row = Table.grid(padding=(0, 1))
+    failed = Text(f"{progress.failed} failed", "red") if progress.failed else Text("")
+    row.add_row(
+        Text("  load ", "dim"),
+        ProgressBar(max(progress.total or 0, progress.completed, 1), progress.completed, width=24),
+        Text(f"{progress.completed}/{progress.total or '?'}"),
+        Text(f"{formatting.significant(progress.output_tokens_per_s)} tok/s", "green"),
+        Text(f"TTFT {formatting.seconds(progress.ttft_p50_s)}", "cyan"),
+        Text(f"{progress.in_flight} in flight", "dim"),
+        failed,
+    )
+    return row

@@ -1,0 +1,300 @@
+"""Runs a plan: every server started once for all its cells, every result written as soon as its cell ends."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Protocol
+
+import msgspec
+
+from benchctl import targets
+from benchctl.matrix.interrupts import Interrupts
+from benchctl.matrix.plan import Cell, Plan, ServerPlan
+from benchctl.matrix.progress import Progress
+from benchctl.matrix.suite import StartKind
+from benchctl.matrix.traffic import Traffic
+from benchctl.provenance import collect_provenance, utc_now
+from benchctl.targets import RunningServer, TargetError
+from benchctl.targets.base import slug
+from benchctl.telemetry import Telemetry
+from reports.directory import ResultSet
+from reports.results import explain_os_error, read_result, result_name, write_index, write_result
+from reports.schema import CellResult, LoadMetrics, MatrixIndex, StartupReport, Status
+from server.errors import UserError
+
+
+class Observer(Protocol):
+    """Hears how the matrix goes, in order; shows it to a person."""
+
+    def on_plan(self, plan: Plan, reused: list[CellResult]) -> None: ...
+
+    def on_start(self, server: ServerPlan, kind: str) -> None: ...
+
+    def on_started(self, server: ServerPlan, report: StartupReport | None) -> None: ...
+
+    def on_cell(self, cell: Cell, traffic: Traffic) -> None: ...
+
+    def on_progress(self, cell: Cell, progress: Progress) -> None: ...
+
+    def on_result(self, result: CellResult) -> None: ...
+
+
+class Replay(Protocol):
+    """Replays a cell's traffic against a server and returns what the client measured."""
+
+    def __call__(
+        self,
+        cell: Cell,
+        traffic: Traffic,
+        server: RunningServer,
+        *,
+        records: Path,
+        on_progress: Callable[[Progress], None],
+        cancel: threading.Event,
+    ) -> LoadMetrics: ...
+
+
+class MatrixRunner:
+    """One run of a plan into an output directory.
+
+    `resume`: results in the directory that are `ok` and whose configuration digest matches are kept as they are.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        traffic: dict[str, Traffic],
+        output: Path,
+        observer: Observer,
+        replay: Replay,
+        *,
+        resume: bool = False,
+        launch: Callable[..., RunningServer] = targets.launch,
+    ) -> None:
+        self.plan = plan
+        self.output = output
+        self._traffic = traffic
+        self._observer = observer
+        self._resume = resume
+        self._replay = replay
+        self._launch_target = launch
+        self._provenance = collect_provenance()
+        self._results: dict[str, CellResult] = {}
+        self._interrupts = Interrupts()
+        self.interrupted = False
+
+    def run(self) -> ResultSet:
+        """Run every cell that has no result yet; `interrupted` says whether a signal ended the run early.
+
+        Raises UserError when the output directory cannot be written (at the start, or later when the disk fills;
+        results written until then stay). No server survives, whichever way it ends.
+        """
+        self._make_output()
+        index = self._write_index()
+        if self._resume:
+            self._read_finished()
+        self._observer.on_plan(self.plan, list(self._results.values()))
+        with self._interrupts:
+            try:
+                for server in self.plan.servers:
+                    if any(cell.id not in self._results for cell in server.cells):
+                        self._run_server(server)
+                    if self._interrupts.requested:
+                        break
+            except KeyboardInterrupt:
+                self._interrupts.requested = True
+        self.interrupted = self._interrupts.requested
+        if self.interrupted:
+            index = self._write_index()
+        cells = self.plan.cells
+        return ResultSet(
+            title=self.plan.suite.name,
+            results=[self._results[cell.id] for cell in cells if cell.id in self._results],
+            index=index,
+            missing=[result_name(cell.id) for cell in cells if cell.id not in self._results],
+        )
+
+    def _make_output(self) -> None:
+        try:
+            (self.output / "logs").mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UserError(explain_os_error(self.output, error)) from error
+
+    def _write_index(self) -> MatrixIndex:
+        index = MatrixIndex(
+            suite=self.plan.suite.name,
+            suite_digest=self.plan.digest,
+            cells=[result_name(cell.id) for cell in self.plan.cells],
+            provenance=self._provenance,
+            interrupted=self.interrupted,
+            description=self.plan.suite.description.strip(),
+            reference=self.plan.reference,
+        )
+        write_index(index, self.output)
+        return index
+
+    def _read_finished(self) -> None:
+        for cell in self.plan.cells:
+            path = self.output / result_name(cell.id)
+            if path.is_file():
+                result = read_result(path)
+                if result.status == "ok" and result.config_digest == cell.digest:
+                    self._results[cell.id] = result
+
+    def _run_server(self, plan: ServerPlan) -> None:
+        starts: list[StartupReport] = []
+        waiting = [cell for cell in plan.cells if cell.id not in self._results]
+        with contextlib.ExitStack() as stack:
+            caches = Path(tempfile.mkdtemp(prefix="benchctl-caches-"))
+            stack.callback(shutil.rmtree, caches, ignore_errors=True)
+            try:
+                server = self._start(plan, caches, starts)
+                stack.callback(lambda: server.stop())  # whichever is up at the end
+                for cell in waiting:
+                    if server.exit_code() is not None:
+                        server = self._launch(plan, "warm", caches, starts)
+                    self._run_cell(cell, server, starts)
+                    if self._interrupts.requested:
+                        return
+            except TargetError as error:
+                for cell in waiting:
+                    if cell.id not in self._results:
+                        self._finish(cell, error.status, error.reason, log_tail=error.log_tail, startup=starts)
+
+    def _start(self, plan: ServerPlan, caches: Path, starts: list[StartupReport]) -> RunningServer:
+        """Time every start that the suite asks for; the last one stays up."""
+        suite = self.plan.suite
+        kinds = [kind for kind in suite.starts for _ in range(suite.start_repeats)]
+        if plan.config.engine == "url":
+            return self._launch(plan, "unknown", caches, starts)
+        for kind in kinds[:-1]:
+            self._launch(plan, kind, caches, starts).stop()
+        return self._launch(plan, kinds[-1], caches, starts)
+
+    def _launch(
+        self, plan: ServerPlan, kind: StartKind | str, caches: Path, starts: list[StartupReport]
+    ) -> RunningServer:
+        if kind == "cold":
+            shutil.rmtree(caches, ignore_errors=True)
+            caches.mkdir(mode=0o700)
+        self._observer.on_start(plan, kind)
+        server = self._launch_target(
+            plan.config,
+            log_dir=self.output / "logs",
+            cold_caches=None if plan.config.engine == "url" else caches,
+            timeout_s=self.plan.suite.start_timeout_s,
+            log_name=f"{slug(plan.name)}-{kind}-{len(starts)}.log",
+        )
+        if server.startup is not None:
+            starts.append(server.startup)
+        self._observer.on_started(plan, server.startup)
+        return server
+
+    def _run_cell(self, cell: Cell, server: RunningServer, starts: list[StartupReport]) -> None:
+        traffic = self._traffic[cell.id]
+        self._observer.on_cell(cell, traffic)
+        cancel, late = threading.Event(), threading.Event()
+        records = self.output / (result_name(cell.id).removesuffix(".json") + ".records")
+
+        def expire() -> None:
+            late.set()
+            cancel.set()
+
+        timer = threading.Timer(self.plan.suite.cell_timeout_s, expire)
+        timer.daemon = True
+        began = time.monotonic()
+        metrics: LoadMetrics | None = None
+        problem: str | None = None
+        telemetry = Telemetry(pid=server.pid, url=server.url)
+        with telemetry:
+            timer.start()
+            try:
+                with self._interrupts.graceful(cancel):
+                    metrics = self._replay(
+                        cell,
+                        traffic,
+                        server,
+                        records=records,
+                        on_progress=lambda progress: self._observer.on_progress(cell, progress),
+                        cancel=cancel,
+                    )
+            except UserError as error:
+                problem = str(error)
+            finally:
+                timer.cancel()
+        status, reason = self._verdict(metrics, problem, server, late=late.is_set())
+        self._finish(
+            cell,
+            status,
+            reason,
+            log_tail=server.log_tail() if status == "failed" else [],
+            startup=starts,
+            metrics=metrics,
+            server=server,
+            telemetry=telemetry,
+            records=records if records.is_file() else None,
+            duration_s=time.monotonic() - began,
+        )
+
+    def _verdict(
+        self, metrics: LoadMetrics | None, problem: str | None, server: RunningServer, *, late: bool
+    ) -> tuple[Status, str | None]:
+        code = server.exit_code()
+        if self._interrupts.requested:
+            return "interrupted", "interrupted; the figures cover what had run until then"
+        if code is not None:
+            how = f"was killed by signal {-code}" if code < 0 else f"exited with status {code}"
+            return "failed", f"the server {how} during the run"
+        if late:
+            return "timeout", f"the cell did not end within {self.plan.suite.cell_timeout_s:g} s"
+        if problem is not None or metrics is None:
+            return "failed", problem
+        if metrics.completed == 0:
+            causes = ", ".join(f"{number} × {cause}" for cause, number in metrics.errors.items())
+            return "failed", f"no request was completed ({causes or 'none was sent'})"
+        if metrics.client_saturated:
+            lag = metrics.client_lag_s.percentiles.get("p99")
+            seen = f"client lag p99 {lag * 1e3:.1f} ms" if lag is not None else "client lag"
+            return "invalid", f"client saturated: {seen} is above {metrics.client_lag_bound_s * 1e3:.1f} ms"
+        return "ok", None
+
+    def _finish(
+        self,
+        cell: Cell,
+        status: Status,
+        reason: str | None,
+        *,
+        log_tail: list[str],
+        startup: list[StartupReport],
+        metrics: LoadMetrics | None = None,
+        server: RunningServer | None = None,
+        telemetry: Telemetry | None = None,
+        records: Path | None = None,
+        duration_s: float | None = None,
+    ) -> None:
+        result = CellResult(
+            cell_id=cell.id,
+            config=cell.config,
+            config_digest=cell.digest,
+            status=status,
+            reason=reason,
+            log_tail=log_tail,
+            workload=self._traffic[cell.id].info,
+            metrics=metrics,
+            startup=list(startup),
+            server=server.info if server else None,
+            telemetry=telemetry.telemetry if telemetry else {},
+            server_metrics=telemetry.server_metrics if telemetry else {},
+            provenance=msgspec.structs.replace(self._provenance, started_at=utc_now()),
+            raw_records=records.name if records else None,
+            duration_s=duration_s,
+        )
+        self._results[cell.id] = result
+        write_result(result, self.output)
+        self._observer.on_result(result)
