@@ -16,13 +16,16 @@ import numpy.typing as npt
 
 from server.errors import UserError
 from workloads.base import schedule_digest
-from workloads.parameters import convert, near_matches, parse_assignments, with_defaults
+from workloads.parameters import MAX_REQUESTS, convert, near_matches, parse_assignments, with_defaults
 from workloads.rng import generator
 
 Times = npt.NDArray[np.float64]
 
-MAX_ARRIVALS = 50_000_000
-"""Bound on a schedule (400 MB of times), so that a slipped digit is an error and not a full memory."""
+MAX_TIME_S = 1e9
+"""Bound on an arrival time: 30 years, within what a digest in nanoseconds can hold."""
+
+MIN_BURSTINESS = 0.001
+"""Below it next to all gaps are exactly 0 in floating point, and a duration is never reached."""
 
 
 class _Arrival(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, tag_field="name"):
@@ -179,6 +182,8 @@ def build_schedule(
     times_s = _times(arrival, n_requests, duration_s, seed, timestamps_s)
     if len(times_s) == 0:
         raise UserError(f"arrival {spec['name']}: no request falls into {duration_s} s; raise the rate or the duration")
+    if not np.all(times_s <= MAX_TIME_S):
+        raise UserError(f"arrival {spec['name']}: requests would be due after {MAX_TIME_S:.0f} s; raise the rate")
     return Schedule(
         spec=with_defaults(arrival),
         seed=seed,
@@ -199,6 +204,8 @@ def _convert(spec: dict[str, Any]) -> Arrival:
 def _check_positive(arrival: Arrival) -> None:
     """Every number of a specification is a rate, a duration or a count: each must be finite and above 0."""
     name = arrival.__struct_config__.tag
+    if isinstance(arrival, Gamma) and arrival.burstiness < MIN_BURSTINESS:
+        raise UserError(f"arrival gamma: burstiness must be a number above 0, at least {MIN_BURSTINESS}")
     parts: list[tuple[str, msgspec.Struct]] = [("", arrival)]
     if isinstance(arrival, Steps):
         if not arrival.steps:
@@ -248,8 +255,8 @@ def _bound(n: int | None, expected: float | None, name: str, *, margin: bool) ->
     """How many arrivals to draw at first."""
     count = math.inf if expected is None else expected + (6 * math.sqrt(expected) + 16 if margin else 1)
     count = count if n is None else min(count, n)
-    if count > MAX_ARRIVALS:
-        raise UserError(f"arrival {name}: more than {MAX_ARRIVALS} requests; lower the rate or the duration")
+    if count > MAX_REQUESTS:
+        raise UserError(f"arrival {name}: more than {MAX_REQUESTS} requests; lower the rate or the duration")
     return max(1, math.ceil(count))
 
 
@@ -264,7 +271,7 @@ def _renewal(gaps: Callable[[int], Times], rate: float, n: int | None, duration_
     portion = _bound(n, None if duration_s is None else rate * duration_s, "of this rate", margin=True)
     drawn = gaps(portion)
     while (n is None or len(drawn) < n) and duration_s is not None and float(drawn.sum()) < duration_s:
-        drawn = np.concatenate([drawn, gaps(max(16, portion // 8))])
+        drawn = np.concatenate([drawn, gaps(max(16, len(drawn) // 2))])
         _bound(len(drawn), None, "of this rate", margin=False)
     return _cut(np.cumsum(drawn), n, duration_s)
 

@@ -12,7 +12,7 @@ import numpy as np
 from server.errors import UserError
 from workloads.base import Message, Workload, WorkloadRequest
 from workloads.files import iter_jsonl, open_data
-from workloads.parameters import convert, near_matches, with_defaults
+from workloads.parameters import check_num_requests, convert, near_matches, with_defaults
 from workloads.rng import generator
 from workloads.tokenizer import TokenizerLike
 
@@ -55,8 +55,9 @@ def build_custom(spec: dict[str, Any], *, seed: int, tokenizer: TokenizerLike | 
         UserError: bad parameter, unreadable or malformed file (line named), or no row at all.
     """
     parameters: CustomParameters = convert(CustomParameters, spec, where="workload custom")
-    if parameters.max_tokens < 1 or (parameters.num_requests is not None and parameters.num_requests < 1):
-        raise UserError("workload custom: max_tokens and num_requests must be at least 1")
+    check_num_requests(parameters.num_requests, where="workload custom")
+    if parameters.max_tokens < 1:
+        raise UserError(f"workload custom: max_tokens {parameters.max_tokens} must be at least 1")
     if not (math.isfinite(parameters.think_time_s) and parameters.think_time_s >= 0):
         raise UserError(f"workload custom: think_time_s {parameters.think_time_s} must not be negative")
     path = open_data(parameters.path, where="workload custom")
@@ -116,8 +117,8 @@ def _problem(row: CustomRow, raw: dict[str, Any]) -> str | None:
         return f"max_tokens {row.max_tokens} is below 1"
     if row.prompt_token_ids is not None and min(row.prompt_token_ids) < 0:
         return "a token id is negative"
-    if row.timestamp_s is not None and row.timestamp_s < 0:
-        return f"timestamp_s {row.timestamp_s} is negative"
+    if row.timestamp_s is not None and not 0 <= row.timestamp_s < math.inf:
+        return f"timestamp_s {row.timestamp_s} must be a number from 0 on"
     return None
 
 

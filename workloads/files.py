@@ -13,6 +13,7 @@ from typing import Any, NoReturn
 import msgspec
 
 from server.errors import UserError
+from workloads.lengths import MAX_TOKENS
 
 _GZIP_MAGIC = b"\x1f\x8b"
 _BOM = b"\xef\xbb\xbf"
@@ -143,8 +144,8 @@ def iter_csv(path: Path) -> Iterator[tuple[int, list[str]]]:
         raise UserError(f"{path}: line {current}: broken CSV ({error})") from None
 
 
-def whole_number(value: Any, *, path: Path, line: int, column: str) -> int:
-    """`value` (text or number) as an integer that is not negative, or UserError that names line and column."""
+def token_count(value: Any, *, path: Path, line: int, column: str) -> int:
+    """`value` (text or number) as a whole number from 0 to `MAX_TOKENS`, or UserError that names line and column."""
     number: int | None = None
     if isinstance(value, int) and not isinstance(value, bool):
         number = value
@@ -160,4 +161,6 @@ def whole_number(value: Any, *, path: Path, line: int, column: str) -> int:
         raise UserError(f"{path}: line {line}: {column} is not a whole number: {str(value)[:40]!r}")
     if number < 0:
         raise UserError(f"{path}: line {line}: {column} is negative: {number}")
+    if number > MAX_TOKENS:
+        raise UserError(f"{path}: line {line}: {column} is above {MAX_TOKENS}: {str(number)[:40]}")
     return number

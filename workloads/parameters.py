@@ -6,13 +6,14 @@ import difflib
 import json
 import re
 from collections.abc import Iterable, Mapping
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 
 from server.errors import UserError
 
-T = TypeVar("T")
+MAX_REQUESTS = 50_000_000
+"""Bound on a workload or a schedule, so that a slipped digit is an error and not a full memory."""
 
 _UNKNOWN_FIELD = re.compile(r"unknown field `(?P<field>[^`]*)`(?: - at `\$(?P<path>[^`]*)`)?")
 _AT_PATH = re.compile(r" - at `\$\.?(?P<path>[^`]*)`$")
@@ -124,6 +125,12 @@ def parse_assignments(assignments: Iterable[str]) -> dict[str, Any]:
                 raise UserError(f"--set {assignment!r}: `{part}` was set to a plain value before")
         target[parts[-1]] = value
     return result
+
+
+def check_num_requests(num_requests: int | None, *, where: str) -> None:
+    """Raise UserError unless there is at least one request and no more than a machine can plan; None: no limit."""
+    if num_requests is not None and not 1 <= num_requests <= MAX_REQUESTS:
+        raise UserError(f"{where}: num_requests {num_requests} must be from 1 to {MAX_REQUESTS}")
 
 
 def with_defaults(struct: msgspec.Struct) -> dict[str, Any]:

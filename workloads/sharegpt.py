@@ -14,7 +14,7 @@ from workloads.base import Message, Workload, WorkloadRequest
 from workloads.conversations import ConversationFile
 from workloads.files import open_data
 from workloads.length_filter import LengthFilter
-from workloads.parameters import convert, with_defaults
+from workloads.parameters import check_num_requests, convert, with_defaults
 from workloads.rng import generator
 from workloads.tokenizer import TokenizerLike
 
@@ -59,8 +59,7 @@ def build_sharegpt(spec: dict[str, Any], *, seed: int, tokenizer: TokenizerLike 
     parameters: ShareGptParameters = convert(ShareGptParameters, spec, where="workload sharegpt")
     if tokenizer is None:
         raise UserError("workload sharegpt: its filter counts tokens; give --tokenizer MODEL_OR_PATH")
-    if parameters.num_requests is not None and parameters.num_requests < 1:
-        raise UserError(f"workload sharegpt: num_requests {parameters.num_requests} must be at least 1")
+    check_num_requests(parameters.num_requests, where="workload sharegpt")
     if not (math.isfinite(parameters.think_time_s) and parameters.think_time_s >= 0):
         raise UserError(f"workload sharegpt: think_time_s {parameters.think_time_s} must not be negative")
     source = ConversationFile(open_data(parameters.path, where="workload sharegpt"))

@@ -18,7 +18,7 @@ import numpy as np
 from server.errors import UserError
 from workloads.base import Workload, WorkloadRequest
 from workloads.length_filter import LengthFilter
-from workloads.parameters import convert, with_defaults
+from workloads.parameters import check_num_requests, convert, with_defaults
 from workloads.rng import generator, stream_key, subkeys
 from workloads.text import TextGenerator
 from workloads.token_ids import GeneratedRequests, TokenIdTable
@@ -72,8 +72,7 @@ class _MakeIds:
 def build_sharegpt_like(spec: dict[str, Any], *, seed: int, tokenizer: TokenizerLike | None) -> Workload:
     """Build from a specification (without `name`). Raises UserError for parameters that cannot be met."""
     parameters: ShareGptLikeParameters = convert(ShareGptLikeParameters, spec, where="workload sharegpt-like")
-    if parameters.num_requests < 1:
-        raise UserError(f"workload sharegpt-like: num_requests {parameters.num_requests} must be at least 1")
+    check_num_requests(parameters.num_requests, where="workload sharegpt-like")
     if not (np.isfinite(parameters.length_scale) and parameters.length_scale > 0):
         raise UserError(f"workload sharegpt-like: length_scale {parameters.length_scale} must be a number above 0")
     lengths, dropped = _draw_pairs(parameters, seed)

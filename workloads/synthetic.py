@@ -11,7 +11,7 @@ import numpy.typing as npt
 from server.errors import UserError
 from workloads.base import Workload, WorkloadRequest
 from workloads.lengths import Lengths, draw_lengths
-from workloads.parameters import convert, with_defaults
+from workloads.parameters import check_num_requests, convert, with_defaults
 from workloads.rng import generator, stream_key, subkeys
 from workloads.text import TextGenerator
 from workloads.token_ids import GeneratedRequests, TokenIdTable
@@ -115,8 +115,7 @@ def build_synthetic(spec: dict[str, Any], *, seed: int, tokenizer: TokenizerLike
 
 
 def _check(parameters: SyntheticParameters, tokenizer: TokenizerLike | None) -> None:
-    if parameters.num_requests < 1:
-        raise UserError(f"workload synthetic: num_requests {parameters.num_requests} must be at least 1")
+    check_num_requests(parameters.num_requests, where="workload synthetic")
     if parameters.num_prefixes < 0 or parameters.prefix_len < 0:
         raise UserError("workload synthetic: num_prefixes and prefix_len must not be negative")
     if (parameters.num_prefixes > 0) != (parameters.prefix_len > 0):

@@ -14,6 +14,7 @@ from workloads.rng import mix
 from workloads.tokenizer import TokenizerLike
 
 DEFAULT_VOCAB_SIZE = 32_000
+MAX_VOCAB_SIZE = 10_000_000
 FIRST_TOKEN_ID = 256
 """Without a tokenizer ids start here: control tokens and byte fallbacks sit below in the common vocabularies."""
 
@@ -26,8 +27,8 @@ class TokenIdTable:
     """
 
     def __init__(self, tokenizer: TokenizerLike | None, vocab_size: int | None) -> None:
-        if vocab_size is not None and vocab_size < 16:
-            raise UserError(f"vocab_size {vocab_size}: must be at least 16")
+        if vocab_size is not None and not 16 <= vocab_size <= MAX_VOCAB_SIZE:
+            raise UserError(f"vocab_size {vocab_size}: must be from 16 to {MAX_VOCAB_SIZE}")
         if tokenizer is None:
             size = DEFAULT_VOCAB_SIZE if vocab_size is None else vocab_size
             self.ids = np.arange(min(FIRST_TOKEN_ID, size // 8), size, dtype=np.int64)

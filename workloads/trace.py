@@ -25,7 +25,7 @@ from server.errors import UserError
 from workloads.base import Workload, WorkloadRequest
 from workloads.export import replay_export
 from workloads.files import open_data
-from workloads.parameters import convert, with_defaults
+from workloads.parameters import check_num_requests, convert, with_defaults
 from workloads.rng import generator, stream_key, subkeys
 from workloads.text import TextGenerator
 from workloads.token_ids import GeneratedRequests, TokenIdTable
@@ -131,6 +131,7 @@ def build_trace(spec: dict[str, Any], *, seed: int, tokenizer: TokenizerLike | N
     count = len(rows) * parameters.loop
     if parameters.num_requests is not None:
         count = min(count, parameters.num_requests)
+    check_num_requests(count, where="workload trace")
     if rows.hash_ids is not None and parameters.loop > 1:
         notes.append("each repetition of the trace has blocks of its own: nothing is shared between repetitions")
     make = _MakeIds(rows, parameters, TokenIdTable(tokenizer, parameters.vocab_size), seed)
@@ -153,7 +154,8 @@ def _check(parameters: TraceParameters) -> None:
         value = getattr(parameters, name)
         if not (math.isfinite(value) and value > 0):
             raise UserError(f"workload trace: {name} must be a number above 0, not {value}")
-    for name in ("num_requests", "loop", "max_input_len", "max_output_len", "block_size"):
+    check_num_requests(parameters.num_requests, where="workload trace")
+    for name in ("loop", "max_input_len", "max_output_len", "block_size"):
         value = getattr(parameters, name)
         if value is not None and value < 1:
             raise UserError(f"workload trace: {name} must be at least 1, not {value}")

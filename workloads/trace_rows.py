@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from server.errors import UserError
-from workloads.files import iter_csv, iter_jsonl, iter_lines, parse_json_line, whole_number
+from workloads.files import iter_csv, iter_jsonl, iter_lines, parse_json_line, token_count
 
 TraceFormat = Literal["azure", "mooncake", "burstgpt", "jsonl"]
 
@@ -148,8 +148,8 @@ def _read_csv(path: Path, wanted: tuple[str, str, str], time_ns: Callable[[str],
             raise UserError(f"{path}: line {line}: {wanted[0]} is not a time: {time_text[:40]!r}")
         collector.add(
             time,
-            whole_number(input_text, path=path, line=line, column=wanted[1]),
-            whole_number(output_text, path=path, line=line, column=wanted[2]),
+            token_count(input_text, path=path, line=line, column=wanted[1]),
+            token_count(output_text, path=path, line=line, column=wanted[2]),
         )
     return collector.rows(path)
 
@@ -166,7 +166,10 @@ def _azure_time_ns(text: str) -> int | None:
         return None
     if moment.tzinfo is None:
         moment = moment.replace(tzinfo=UTC)
-    return int(moment.timestamp()) * 10**9 + int((fraction or "0").ljust(9, "0"))
+    seconds = int(moment.timestamp())
+    if not 0 <= seconds < 9.2e9:  # the limit of nanoseconds in 64 bits: the year 2262
+        return None
+    return seconds * 10**9 + int((fraction or "0").ljust(9, "0"))
 
 
 def _seconds_ns(text: str) -> int | None:
@@ -188,8 +191,8 @@ def _read_mooncake(path: Path) -> TraceRows:
         time_ms = row["timestamp"]
         if isinstance(time_ms, bool) or not isinstance(time_ms, int | float) or not 0 <= time_ms < 1e12:
             raise UserError(f"{path}: line {line}: timestamp is not milliseconds: {str(time_ms)[:40]!r}")
-        input_len = whole_number(row["input_length"], path=path, line=line, column="input_length")
-        output_len = whole_number(row["output_length"], path=path, line=line, column="output_length")
+        input_len = token_count(row["input_length"], path=path, line=line, column="input_length")
+        output_len = token_count(row["output_length"], path=path, line=line, column="output_length")
         hashes = _hash_ids(row.get("hash_ids", []), path, line)
         start = len(collector.hashes)
         if collector.add(round(time_ms * 1e6), input_len, output_len):

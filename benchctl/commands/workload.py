@@ -141,8 +141,8 @@ def _print(summary: WorkloadSummary, console: Console) -> None:
     for column in table.columns[1:]:
         column.justify = "right"
     _add_row(table, "prompt tokens", summary.prompt_tokens)
-    _add_row(table, "prompt characters", summary.prompt_characters)
-    _add_row(table, "output tokens (limit)", summary.max_tokens)
+    _add_row(table, "prompt chars", summary.prompt_characters)
+    _add_row(table, "output tokens", summary.max_tokens)
     console.print(table)
     if curve := summary.rate_curve:
         span_s = curve.bucket_s * len(curve.rates)

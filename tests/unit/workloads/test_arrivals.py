@@ -165,6 +165,8 @@ def test_numbers_must_be_positive_and_finite(name: str, key: str, value: float) 
         ('{"name":"steps","steps":[{"rate":0,"duration_s":1}]}', r"steps\[0\].rate must be"),
         ('{"name":', "not a JSON object"),
         ("constant:rate=1e12,duration_s=1e6", "more than"),
+        ("poisson:rate=1e-320", "due after"),
+        ("gamma:rate=1,burstiness=1e-300,duration_s=5", "at least 0.001"),
         ("poisson:rate=0.001,duration_s=0.001", "no request falls into"),
     ],
 )

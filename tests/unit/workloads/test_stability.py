@@ -45,7 +45,7 @@ def test_digests_do_not_depend_on_the_process() -> None:
     ("name", "digest"),
     [
         ("synthetic", "0dd849e577faf3828bdd088d77dbe74919358a93b4eb2133801eaace107774fa"),
-        ("sharegpt-like", "f33900fae031438117ab202c49b0c047691daea5873cec9fea80843ba25209f7"),
+        ("sharegpt-like", "88d4e242d9c075b9b91bd9d795d71ca52808b25b1fbb4cdbad428f2952a39db5"),
     ],
 )
 def test_traffic_of_a_seed_is_pinned(name: str, digest: str) -> None:

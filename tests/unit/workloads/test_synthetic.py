@@ -121,6 +121,8 @@ def test_requests_can_be_sliced_repeated_and_pickled() -> None:
         ({"prompt_format": "text"}, "give --tokenizer"),
         ({"prompt_format": "words"}, "prompt_format"),
         ({"vocab_size": 3}, "vocab_size 3"),
+        ({"vocab_size": 10**12}, "vocab_size 1000000000000"),
+        ({"num_requests": 10**12}, "num_requests 1000000000000"),
     ],
 )
 def test_bad_parameters_are_one_clear_line(spec: dict[str, Any], message: str) -> None:

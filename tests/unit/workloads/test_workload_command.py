@@ -40,7 +40,7 @@ def test_show_prints_what_was_built(tmp_path: Path) -> None:
         "digest",
         "30 requests",
         "prompt tokens",
-        "output tokens (limit)",
+        "output tokens",
         "rate",
         "dropped",
         "#0",
