@@ -1,9 +1,9 @@
 """Compiled form of a model's forward pass: from the disk cache, or captured, split and compiled now.
 
-    compiled = compile_or_load(model, factors, cache, work_dir, ...)
-    forward = compiled.bind(attention)   # (input_ids, positions) -> hidden states
+    compiler = ModelCompiler(model, factors, cache, work_dir, timeline, device=..., token_budget=...)
+    forward = compiler.build().bind()   # (input_ids, positions) -> hidden states
     ...first runs, at full size, which settle what is benchmarked at a first run...
-    compiled.publish()
+    compiler.publish()
 
 A warm start imports Inductor to load its artifacts but runs neither it nor Dynamo. A cold start holds the entry's lock
 until `publish`, so that a second server waits and then loads.
@@ -67,7 +67,7 @@ class CompiledModel:
 
 
 class ModelCompiler:
-    """One model's way into compiled form. Use as a context manager: leaving it releases the entry's lock."""
+    """One model's way into compiled form: `build`, first runs, `publish`."""
 
     def __init__(
         self,
@@ -91,13 +91,14 @@ class ModelCompiler:
         self.device = device
         self.token_budget = token_budget
         self._lock = contextlib.ExitStack()
-        self._holds_lock = False
+        self._compiled: CompiledModel | None = None
 
-    def __enter__(self) -> ModelCompiler:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._lock.close()
+    @property
+    def compiled(self) -> CompiledModel:
+        """What `build` made."""
+        if self._compiled is None:
+            raise RuntimeError("build() has not run")
+        return self._compiled
 
     def build(self) -> CompiledModel:
         """Load the compiled model, or compile it.
@@ -108,13 +109,19 @@ class ModelCompiler:
             raise UserError(
                 "--mode compile: no C++ compiler is found ($CXX or g++); install one or pass --enforce-eager"
             )
-        compiled = self._load()
-        if compiled is not None:
-            return compiled
+        try:
+            self._compiled = self._load() or self._load_or_compile()
+        except BaseException:
+            self._lock.close()
+            raise
+        return self._compiled
+
+    def _load_or_compile(self) -> CompiledModel:
+        """Wait for the entry's lock, then look again: another server may have stored the entry meanwhile."""
         with self.timeline.span("compile/lock"):
-            self._holds_lock = self._lock.enter_context(self.cache.lock(self.key, LOCK_TIMEOUT_S))
-        if self._holds_lock:
-            compiled = self._load()  # another server may have stored it meanwhile
+            holds_lock = self._lock.enter_context(self.cache.lock(self.key, LOCK_TIMEOUT_S))
+        if holds_lock:
+            compiled = self._load()
             if compiled is not None:
                 self._lock.close()
                 return compiled
@@ -126,10 +133,10 @@ class ModelCompiler:
                 "elsewhere, or pass --enforce-eager"
             ) from error
 
-    def publish(self, compiled: CompiledModel) -> None:
-        """Store what was compiled, after the first full-size run has settled it. A cache that cannot be written to is
-        worth a warning, no more."""
-        if compiled.cache_hit:
+    def publish(self) -> None:
+        """Store what was compiled, after the first full-size run has settled it, and release the entry's lock. A
+        cache that cannot be written to is worth a warning, no more."""
+        if self.compiled.cache_hit:
             return
         try:
             with self.timeline.span("compile/store"):

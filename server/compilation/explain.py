@@ -3,17 +3,43 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from server.compilation.factors import collect, explain
 from server.compilation.store import CompileCache
 from server.config import ServerConfig
 from server.paths import benchctl_cache_dir
 
+if TYPE_CHECKING:
+    import torch
 
-def compile_cache(config: ServerConfig) -> CompileCache:
-    """The cache that a server with `config` uses."""
-    root = config.compilation.cache_dir
-    return CompileCache((Path(root).expanduser() if root else benchctl_cache_dir()) / "compile")
+    from server.models.config import ModelConfig
+
+
+def compile_cache(cache_dir: str | None) -> CompileCache:
+    """The cache below `cache_dir`, the root of all caches (None: the default)."""
+    return CompileCache((Path(cache_dir).expanduser() if cache_dir else benchctl_cache_dir()) / "compile")
+
+
+def server_factors(
+    config: ServerConfig,
+    model: ModelConfig,
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+    max_positions: int,
+    token_budget: int,
+) -> dict[str, str]:
+    """Factors of a server's compiled graph."""
+    return collect(
+        model,
+        device_type=device.type,
+        device_index=device.index or 0,
+        dtype=dtype,
+        max_positions=max_positions,
+        token_budget=token_budget,
+        custom_ops=config.compilation.custom_ops == "on",
+    )
 
 
 def explain_cache(config: ServerConfig) -> list[str]:
@@ -21,24 +47,18 @@ def explain_cache(config: ServerConfig) -> list[str]:
     entry. Raises UserError for a model or device that does not exist."""
     if config.compilation.mode == "eager":
         return ["eager mode compiles nothing"]
-    return explain(server_factors(config), compile_cache(config).entries())
-
-
-def server_factors(config: ServerConfig) -> dict[str, str]:
-    """The factors as the worker of a server with `config` will collect them."""
     from server.models.registry import resolve_model
     from server.worker.device import init_device, resolve_device, resolve_dtype, token_budget
 
     resolved = resolve_model(config.model)
-    model = resolved.config
     device = resolve_device(config.device)
     init_device(device)
-    return collect(
-        model,
-        device_type=device.type,
-        device_index=device.index or 0,
-        dtype=resolve_dtype(config.model.dtype, model, device),
+    factors = server_factors(
+        config,
+        resolved.config,
+        device=device,
+        dtype=resolve_dtype(config.model.dtype, resolved.config, device),
         max_positions=resolved.max_model_len,
         token_budget=token_budget(config.scheduler, device),
-        custom_ops=config.compilation.custom_ops == "on",
     )
+    return explain(factors, compile_cache(config.compilation.cache_dir).entries())

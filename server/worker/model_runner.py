@@ -6,11 +6,13 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
 from server.attention.base import AttentionBackend, AttentionMetadata
+from server.compilation.dispatch import BatchDescriptor, CaptureSizes, Dispatcher
 from server.config import Mode, ServerConfig
 from server.forward_context import ForwardContext, set_forward_context
 from server.ipc.engine_to_worker import ScheduleStep
@@ -22,19 +24,12 @@ from server.worker.prompt_logprobs import PromptLogprobs, PromptPart
 from server.worker.sampler import sample
 from server.worker.sampling_state import SamplingState
 
+if TYPE_CHECKING:
+    from server.compilation.cudagraph import CudaGraphForward
+
 logger = logging.getLogger(__name__)
 
 ModelForward = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-
-
-@dataclass(slots=True)
-class BatchDescriptor:
-    """The shape under which a batch runs: its own, or that of the graph that serves it."""
-
-    num_tokens: int
-    num_seqs: int
-    cudagraph_mode: str = "none"
-    """`none`, `piecewise` or `full`."""
 
 
 @dataclass(slots=True)
@@ -78,8 +73,15 @@ class ModelRunner:
     """One model on one device. Call `bind_cache` once before the first `execute`."""
 
     def __init__(
-        self, config: ServerConfig, model: CausalLM, device: torch.device, dtype: torch.dtype, max_num_tokens: int
+        self,
+        config: ServerConfig,
+        model: CausalLM,
+        device: torch.device,
+        dtype: torch.dtype,
+        max_num_tokens: int,
+        compiled_forward: ModelForward | None = None,
     ) -> None:
+        """`compiled_forward` takes the place of the decoder's own forward pass in compiled mode."""
         self.config = config
         self.model = model
         self.device = device
@@ -97,12 +99,12 @@ class ModelRunner:
         self.sampling = SamplingState(self.max_num_seqs, model.config.vocab_size, device, config.model.seed)
         self.prompt_logprobs = PromptLogprobs()
         self._tables: tuple[int, bytes] | None = None
-        self.mode: Mode = "eager"
-        self.model_forward: ModelForward = self.build_forward()
-
-    def build_forward(self) -> ModelForward:
-        """What computes hidden states (T, hidden) from input ids and positions (T,)."""
-        return self.model.model
+        self.mode: Mode = "eager" if compiled_forward is None else "compile"
+        self.model_forward: ModelForward = compiled_forward or self.model.model
+        """Computes hidden states (T, hidden) from input ids and positions (T,)."""
+        self.graphs: CudaGraphForward | None = None
+        """CUDA Graphs of `model_forward`, while and after they are captured."""
+        self.dispatcher = Dispatcher(CaptureSizes())
 
     def bind_cache(self, backend: AttentionBackend, max_model_len: int) -> None:
         """Make the batch, once the cache is allocated and the context length is known."""
@@ -113,7 +115,7 @@ class ModelRunner:
 
     def describe_batch(self, num_tokens: int, num_seqs: int, max_query_len: int) -> BatchDescriptor:
         """The shape that a batch of these sizes runs under."""
-        return BatchDescriptor(num_tokens, num_seqs)
+        return self.dispatcher.dispatch(num_tokens, num_seqs, max_query_len)
 
     @torch.inference_mode()
     def execute(self, step: ScheduleStep) -> StepOutput:
@@ -150,8 +152,9 @@ class ModelRunner:
             cudagraph_mode=shape.cudagraph_mode,
             num_tokens_padded=shape.num_tokens,
         )
+        forward = self.model_forward if self.graphs is None else self.graphs
         with set_forward_context(context):
-            return self.model_forward(self.input_ids[: shape.num_tokens], self.positions[: shape.num_tokens])
+            return forward(self.input_ids[: shape.num_tokens], self.positions[: shape.num_tokens])
 
     def _prepare(self, rows: StepRows) -> _Prepared:
         """Fill the input buffers, padded to the shape that the batch runs under, and queue their copies."""
@@ -193,18 +196,29 @@ class ModelRunner:
         if not sampling.size:
             return _no_samples(step_id)
         batch_rows = rows.rows[sampling]
-        logits = self.model.compute_logits(hidden.index_select(0, prepared.last_tokens))
         wanted = self.sampling.num_logprobs(batch_rows)
         asking = np.flatnonzero(wanted >= 0)
-        asking_index = torch.from_numpy(asking).to(self.device) if asking.size else None
-        # The sampler may overwrite the logits, and log-probabilities are those of the raw ones.
-        raw = logits.index_select(0, asking_index) if asking_index is not None else None
         generated = self.batch.num_tokens[batch_rows] - self.batch.num_prompt[batch_rows]
-        token_ids = sample(logits, self.sampling.metadata(batch_rows, generated), prepared.positions)
-        self.last_sampled.index_copy_(0, prepared.batch_rows, token_ids)
+        metadata = self.sampling.metadata(batch_rows, generated)
+        graph = None
+        if self.graphs is not None and prepared.shape.cudagraph_mode == "full":
+            graph = self.graphs.full[prepared.shape.num_tokens]
         logprobs = None
-        if raw is not None and asking_index is not None:
-            logprobs = gather_logprobs(raw, token_ids.index_select(0, asking_index), int(wanted.max()))
+        if graph is not None and metadata.is_greedy and not asking.size:
+            # A copy: the next step overwrites the graph's memory, maybe before these ids have reached the host.
+            token_ids = graph.token_ids.index_select(0, prepared.last_tokens)
+        else:
+            if graph is not None:
+                logits = graph.logits.index_select(0, prepared.last_tokens)
+            else:
+                logits = self.model.compute_logits(hidden.index_select(0, prepared.last_tokens))
+            asking_index = torch.from_numpy(asking).to(self.device) if asking.size else None
+            # The sampler may overwrite the logits, and log-probabilities are those of the raw ones.
+            raw = logits.index_select(0, asking_index) if asking_index is not None else None
+            token_ids = sample(logits, metadata, prepared.positions)
+            if raw is not None and asking_index is not None:
+                logprobs = gather_logprobs(raw, token_ids.index_select(0, asking_index), int(wanted.max()))
+        self.last_sampled.index_copy_(0, prepared.batch_rows, token_ids)
         request_ids = rows.request_ids
         if sampling.size != len(request_ids):
             request_ids = [request_ids[i] for i in sampling.tolist()]
@@ -226,6 +240,19 @@ class ModelRunner:
         self.input_ids[:num_tokens].zero_()
         self.positions[:num_tokens].zero_()
         return self.forward(BatchDescriptor(num_tokens, num_seqs or 0), metadata)
+
+    @torch.inference_mode()
+    def record_graph(self, shape: BatchDescriptor) -> None:
+        """Record the CUDA Graph that serves `shape`, over the input buffers. Within the recorder's session."""
+        if self.graphs is None:
+            raise RuntimeError("no CUDA Graphs are set up")
+        metadata = None
+        if shape.cudagraph_mode == "full":
+            metadata = self.buffers.dummy_metadata(shape.num_tokens, shape.num_seqs, self.max_model_len)
+            self._tables = None
+        record = self.graphs.record_full if shape.cudagraph_mode == "full" else self.graphs.record_piecewise
+        with set_forward_context(ForwardContext(metadata, self.attention_layers)):
+            record(self.input_ids[: shape.num_tokens], self.positions[: shape.num_tokens])
 
     @torch.inference_mode()
     def profile_run(self) -> None:

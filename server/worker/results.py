@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
+from server.compilation.counters import CompileCounters
 from server.ipc.engine_to_api import TokenLogprobs
 from server.ipc.sockets import Sender
 from server.ipc.worker_to_engine import FromWorker, StepResult
@@ -57,8 +58,8 @@ def to_host(output: StepOutput, stream: torch.cuda.Stream | None = None) -> Host
     return host
 
 
-def step_result(host: HostOutput) -> StepResult:
-    """The message; waits for the copy."""
+def step_result(host: HostOutput, counters: CompileCounters | None = None) -> StepResult:
+    """The message, with what `counters` have counted since readiness; waits for the copy."""
     started = time.perf_counter()
     if host.ready is not None:
         host.ready.synchronize()
@@ -79,6 +80,8 @@ def step_result(host: HostOutput) -> StepResult:
         logprobs=logprobs,
         prompt_logprobs=prompt_logprobs,
         step_seconds=seconds,
+        num_compilations=counters.num_compilations if counters is not None else 0,
+        num_jit_events=counters.num_jit_events if counters is not None else 0,
     )
 
 
@@ -86,9 +89,14 @@ class ResultSender:
     """The only user of the worker's socket to the engine once steps run."""
 
     def __init__(
-        self, sender: Sender[FromWorker], device: torch.device, on_error: Callable[[BaseException], None]
+        self,
+        sender: Sender[FromWorker],
+        device: torch.device,
+        on_error: Callable[[BaseException], None],
+        counters: CompileCounters | None = None,
     ) -> None:
         self._sender = sender
+        self._counters = counters
         self._on_error = on_error
         self._stream: torch.cuda.Stream | None = None
         self._queue: queue.SimpleQueue[HostOutput | FromWorker | None] = queue.SimpleQueue()
@@ -102,7 +110,7 @@ class ResultSender:
         """Send the results of a step as soon as they are computed; returns at once on CUDA."""
         host = to_host(output, self._stream)
         if self._thread is None:
-            self._sender.send(step_result(host))
+            self._sender.send(step_result(host, self._counters))
         else:
             self._queue.put(host)
 
@@ -122,6 +130,6 @@ class ResultSender:
     def _run(self) -> None:
         try:
             while (item := self._queue.get()) is not None:
-                self._sender.send(step_result(item) if isinstance(item, HostOutput) else item)
+                self._sender.send(step_result(item, self._counters) if isinstance(item, HostOutput) else item)
         except BaseException as error:
             self._on_error(error)

@@ -77,6 +77,11 @@ class SamplingMetadata:
     masked: SparseLogits | None = None
     """End tokens of rows that are below `min_tokens`."""
 
+    @property
+    def is_greedy(self) -> bool:
+        """Every row takes the argmax of its raw logits."""
+        return self.random is None and self.penalties is None and self.bias is None and self.masked is None
+
 
 def sample(logits: torch.Tensor, metadata: SamplingMetadata, positions: torch.Tensor) -> torch.Tensor:
     """Token ids, int64 (S,), for logits (S, vocab); `logits` may be overwritten.

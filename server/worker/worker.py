@@ -6,6 +6,8 @@ import gc
 import logging
 import os
 import traceback
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING
 
 import torch
 import zmq
@@ -13,6 +15,7 @@ import zmq
 from server.attention import select_backend
 from server.attention.base import AttentionBackend, AttentionSpec
 from server.child import Child, FailedMessage
+from server.compilation.counters import CompileCounters
 from server.ipc import engine_to_worker, worker_to_engine
 from server.ipc.engine_to_worker import ScheduleStep, Shutdown, WorkerControl
 from server.ipc.worker_to_engine import ControlDone, WorkerReady
@@ -24,6 +27,12 @@ from server.worker.device import init_device, resolve_device, resolve_dtype, tok
 from server.worker.model_runner import ModelRunner
 from server.worker.results import ResultSender
 
+if TYPE_CHECKING:
+    # Imported where they are needed: eager mode pays for neither Dynamo nor Inductor.
+    from server.compilation.compiler import ModelCompiler
+    from server.compilation.executor import PlanExecutor
+    from server.compilation.graph_capture import GraphCapture
+
 logger = logging.getLogger(__name__)
 
 
@@ -34,6 +43,7 @@ class Worker:
         self.child = child
         self.config = child.config
         self.timeline = child.timeline
+        self.counters = CompileCounters()
 
     def start(self) -> WorkerReady:
         """Everything up to readiness. Raises UserError for what the user can mend."""
@@ -49,11 +59,19 @@ class Worker:
             backend, reasons = select_backend(config.attention.backend, self._attention_spec(resolved))
             attributes.update(backend=backend.name, passed_over=reasons)
         self.child.flush_spans()
-        model = self._load(resolved)
-        self.runner = ModelRunner(config, model, self.device, self.dtype, budget)
-        num_blocks = self._make_cache(resolved, backend)
+        model, compiler = self._load(resolved, budget, backend)
+        forward = compiler.compiled.bind() if compiler is not None else None
+        self.runner = ModelRunner(config, model, self.device, self.dtype, budget, forward)
+        graphs = self._graph_capture(backend, forward)
+        num_blocks = self._make_cache(resolved, backend, graphs)
+        if graphs is not None:
+            graphs.capture()
         with self.timeline.span("warm-up"):
             self._warm_up()
+        if compiler is not None:
+            # Only now: the first runs have settled what Inductor benchmarks at a first run.
+            compiler.publish()
+        self.counters.mark_ready()
         return WorkerReady(
             num_blocks=num_blocks,
             block_size=backend.spec.block_size,
@@ -78,25 +96,71 @@ class Worker:
             max_model_len=resolved.max_model_len,
         )
 
-    def _load(self, resolved: ResolvedModel) -> CausalLM:
+    def _load(
+        self, resolved: ResolvedModel, budget: int, backend: AttentionBackend
+    ) -> tuple[CausalLM, ModelCompiler | None]:
+        """The model with its weights, and in compiled mode the compiler that has its compiled form. Weights are read
+        by a thread while the main one compiles or loads the graph and lets the attention backend compile its
+        kernels."""
+        options = self.config.compilation
         with self.timeline.span("model"):
             model = build_model(
                 resolved.config, device=self.device, dtype=self.dtype, max_positions=resolved.max_model_len
             )
-        with self.timeline.span("weights", format=resolved.load_format) as attributes:
+            if self.device.type == "cuda":
+                self._install_kernels(model)
+        compiler = None
+        with ThreadPoolExecutor(1, thread_name_prefix="weights") as pool:
+            loading = pool.submit(self._load_weights, model, resolved)
+            if options.mode == "compile":
+                from server.compilation.setup import make_compiler
+
+                compiler = make_compiler(
+                    self.config,
+                    model,
+                    device=self.device,
+                    dtype=self.dtype,
+                    max_positions=resolved.max_model_len,
+                    token_budget=budget,
+                    timeline=self.timeline,
+                )
+                compiler.build()
+            with self.timeline.span("attention-warm-up"):
+                backend.warm_up(sorted({1, self.config.scheduler.max_num_seqs}))
+            loading.result()
+        self.child.flush_spans()
+        return model, compiler
+
+    def _install_kernels(self, model: CausalLM) -> None:
+        """Put our Triton kernels in the place of the layers' plain torch."""
+        from server.kernels.install import install_compiled_kernels, install_eager_kernels
+
+        if self.config.compilation.mode == "compile":
+            install_compiled_kernels(model)
+        elif self.config.compilation.custom_ops != "off":
+            install_eager_kernels(model)
+
+    def _load_weights(self, model: CausalLM, resolved: ResolvedModel) -> None:
+        with self.timeline.span("weights", format=resolved.load_format, thread="weights") as attributes:
             if resolved.path is not None and resolved.load_format == "safetensors":
                 attributes["bytes"] = load_weights(model, resolved.path, self._weights_progress)
             else:
                 attributes["bytes"] = fill_dummy_weights(model, self.config.model.seed)
             if self.device.type == "cuda":
                 torch.cuda.synchronize(self.device)
-        self.child.flush_spans()
-        return model
+
+    def _graph_capture(self, backend: AttentionBackend, forward: PlanExecutor | None) -> GraphCapture | None:
+        """What captures CUDA Graphs; None where there are none."""
+        if forward is None or self.device.type != "cuda" or self.config.compilation.cudagraph_mode == "none":
+            return None
+        from server.compilation.graph_capture import GraphCapture
+
+        return GraphCapture(self.config, self.runner, forward, backend, self.timeline, self.child.progress)
 
     def _weights_progress(self, done: int, total: int) -> None:
         self.child.progress("weights", done, total, "B")
 
-    def _make_cache(self, resolved: ResolvedModel, backend: AttentionBackend) -> int:
+    def _make_cache(self, resolved: ResolvedModel, backend: AttentionBackend, graphs: GraphCapture | None) -> int:
         """Size and allocate the KV cache; returns its number of blocks."""
         options = self.config.cache
         block_bytes = kv_cache.bytes_per_block(backend, resolved.config.num_layers)
@@ -104,7 +168,9 @@ class Worker:
             with self.timeline.span("profile") as attributes:
                 peak = self._activation_peak()
                 attributes["activation_bytes"] = peak
-            available = kv_cache.cuda_available_bytes(self.device, options.gpu_memory_utilization, peak)
+                graph_bytes = graphs.estimate_bytes(resolved.max_model_len) if graphs is not None else 0
+                attributes["cuda_graph_bytes"] = graph_bytes
+            available = kv_cache.cuda_available_bytes(self.device, options.gpu_memory_utilization, peak, graph_bytes)
         else:
             available = int(options.cpu_kv_cache_gib * kv_cache.GIB)
         num_blocks = kv_cache.num_blocks_for(options, block_bytes, available)
@@ -129,7 +195,6 @@ class Worker:
     def _warm_up(self) -> None:
         """First calls pay for thread pools, primitives and kernels: make them before readiness."""
         runner = self.runner
-        runner.backend.warm_up(sorted({1, runner.max_num_seqs}))
         for num_tokens, num_seqs in ((min(2, runner.max_num_tokens), 1), (1, 1)):
             hidden = runner.dummy_run(num_tokens, num_seqs=num_seqs, attention=True)
             runner.model.compute_logits(hidden[-1:]).argmax(dim=-1).tolist()
@@ -145,7 +210,7 @@ class Worker:
         ready = self.start()
         sender.send(ready)
         self.child.ready(num_blocks=ready.num_blocks, attention_backend=ready.attention_backend, mode=ready.mode)
-        results = ResultSender(sender, self.device, self._die)
+        results = ResultSender(sender, self.device, self._die, self.counters)
         while True:
             message = receiver.receive()
             if isinstance(message, ScheduleStep):

@@ -13,7 +13,7 @@ import pytest
 import zmq
 
 from server.child import ConfigMessage, ControlMessage, FailedMessage, ReadyMessage, SpanMessage, StatusMessage
-from server.config import CacheOptions, ModelOptions, SchedulerOptions, ServerConfig
+from server.config import CacheOptions, CompilationOptions, ModelOptions, SchedulerOptions, ServerConfig
 from server.ipc import engine_to_worker, worker_to_engine
 from server.ipc.engine_to_worker import NewRequest, ScheduleStep, Shutdown, WorkerControl
 from server.ipc.worker_to_engine import ControlDone, StepResult, WorkerReady
@@ -64,6 +64,7 @@ def config_in(runtime_dir: Path, **model: object) -> ServerConfig:
         model=ModelOptions(**model),  # type: ignore[arg-type]
         cache=CacheOptions(num_gpu_blocks_override=8, block_size=16),
         scheduler=SchedulerOptions(max_num_seqs=4, max_num_batched_tokens=64),
+        compilation=CompilationOptions(mode="eager"),
         device="cpu",
         runtime_dir=str(runtime_dir),
     )
