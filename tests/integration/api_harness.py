@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import socket
@@ -36,15 +37,16 @@ def words(request: AddRequest) -> Iterator[int]:
 class FakeEngine:
     """Answers every request with one token a step; `script(request)` says which tokens."""
 
-    def __init__(self, runtime_dir: str, script: Callable[[AddRequest], Iterator[int]] = words) -> None:
-        self.script = script
+    def __init__(self, runtime_dir: str, max_model_len: int = 4096) -> None:
+        self.script: Callable[[AddRequest], Iterator[int]] = words
         self.requests: list[AddRequest] = []
         self.aborted: list[str] = []
         self.num_waiting = 0
         self.paused = threading.Event()
         """While set, no step runs."""
         self.step_s = 0.0005
-        self.max_model_len = 4096
+        self.tokens_per_step = 1
+        self.max_model_len = max_model_len
         self._running: dict[str, tuple[AddRequest, Iterator[int], list[int]]] = {}
         self._stop = threading.Event()
         self._context = zmq.Context()
@@ -68,6 +70,10 @@ class FakeEngine:
         self._receiver.close()
         self._context.term()
 
+    @property
+    def is_busy(self) -> bool:
+        return bool(self._running)
+
     def _take(self, message: Any) -> None:
         if isinstance(message, ApiReady):
             sender = engine_to_api.sender(self._context, self._runtime_dir, message.client_index)
@@ -85,8 +91,10 @@ class FakeEngine:
         outputs: dict[int, list[RequestOutput]] = {}
         for request_id, (request, tokens, done) in list(self._running.items()):
             params = request.sampling
-            token = next(tokens)
-            output = RequestOutput(request_id, [token])
+            room = params.max_tokens - len(done)
+            new = list(itertools.islice(tokens, min(self.tokens_per_step, room)))
+            token = new[-1]
+            output = RequestOutput(request_id, new)
             if not done:
                 now = time.monotonic_ns()
                 output.queued_ns, output.scheduled_ns = now, now
@@ -95,7 +103,7 @@ class FakeEngine:
                     output.prompt_logprobs = [None, *(self._logprobs(t, k) for t in request.prompt_token_ids[1:])]
             if params.logprobs is not None:
                 output.logprobs = [self._logprobs(token, params.logprobs)]
-            done.append(token)
+            done += new
             if len(done) > params.min_tokens and token in params.eos_token_ids:
                 output.finish_reason = "stop"
             elif len(done) > params.min_tokens and token in params.stop_token_ids:
@@ -152,6 +160,8 @@ class ApiProcess:
         raise AssertionError("the API process ended before it was ready")
 
     def close(self) -> None:
+        if self._status.closed:
+            return
         self.listener.close()
         os.close(self._control)
         self._status.close()
@@ -165,10 +175,10 @@ class ApiProcess:
 class Server:
     """An API process with a fake engine behind it."""
 
-    def __init__(self, runtime_dir: Path, config: ServerConfig | None = None) -> None:
+    def __init__(self, runtime_dir: Path, config: ServerConfig | None = None, max_model_len: int = 4096) -> None:
         self.config = config or ServerConfig()
         self.config.runtime_dir = str(runtime_dir)
-        self.engine = FakeEngine(str(runtime_dir))
+        self.engine = FakeEngine(str(runtime_dir), max_model_len)
         self.api = ApiProcess(self.config)
         self.ready = self.api.wait_ready()
         self.url = self.api.url

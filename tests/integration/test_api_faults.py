@@ -1,0 +1,312 @@
+"""Clients that go or stall, a full queue, draining, a dead engine."""
+
+from __future__ import annotations
+
+import json
+import signal
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import zmq
+
+from server.child import DrainMessage, PeerDiedMessage
+from server.config import ServerConfig
+from server.ipc.sockets import endpoint
+from tests.integration.api_harness import ApiProcess, FakeEngine, Server, events
+
+Start = Callable[..., Server]
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Start]:
+    running: list[Server] = []
+
+    def begin(config: ServerConfig | None = None, max_model_len: int = 4096) -> Server:
+        running.append(Server(tmp_path, config, max_model_len))
+        return running[-1]
+
+    yield begin
+    for server in running:
+        server.close()
+
+
+def post(connection: socket.socket, **fields: Any) -> None:
+    body = json.dumps({"prompt": "x", "max_tokens": 4000, **fields}).encode()
+    connection.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(body) + body)
+
+
+def small_reader(server: Server) -> socket.socket:
+    """A connection whose kernel buffers are soon full."""
+    connection = socket.socket()
+    connection.settimeout(30)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    host, port = server.url.removeprefix("http://").split(":")
+    connection.connect((host, int(port)))
+    return connection
+
+
+class Background:
+    """A request in a thread."""
+
+    def __init__(self, server: Server, **fields: Any) -> None:
+        self.answer: httpx.Response | None = None
+        self._server = server
+        self._fields = {"prompt": "x", **fields}
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+
+    def _run(self) -> None:
+        with self._server.client() as client:
+            self.answer = client.post("/v1/completions", json=self._fields)
+
+    def result(self) -> httpx.Response:
+        self._thread.join(30)
+        assert self.answer is not None
+        return self.answer
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_client_that_goes_is_aborted_in_the_engine(start: Start, stream: bool) -> None:
+    server = start()
+    server.engine.step_s = 0.01
+    with server.raw() as connection:
+        post(connection, stream=stream, n=2)
+        server.wait_for(lambda: len(server.engine.requests) == 2)
+        if stream:
+            assert b"200 OK" in connection.recv(4096)
+    ids = {request.request_id for request in server.engine.requests}
+    server.wait_for(lambda: set(server.engine.aborted) == ids)
+    with server.client() as client:
+        assert 'finished_reason="abort",model_name="tiny"} 2.0' in client.get("/metrics").text
+
+
+def test_client_that_goes_while_sending_its_body_harms_nobody(start: Start) -> None:
+    server = start()
+    with server.raw() as connection:
+        connection.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 100\r\n\r\n{")
+    with server.client() as client:
+        assert client.post("/v1/completions", json={"prompt": "x"}).status_code == 200
+    assert server.api.process.poll() is None
+
+
+def test_full_queue_answers_429_and_recovers(start: Start) -> None:
+    config = ServerConfig()
+    config.scheduler.max_queue = 2
+    config.scheduler.max_num_seqs = 3
+    server = start(config)
+    server.engine.paused.set()
+    held = [Background(server, max_tokens=2) for _ in range(5)]
+    server.wait_for(lambda: len(server.engine.requests) == 5)
+    with server.client() as client:
+        refused = client.post("/v1/completions", json={"prompt": "x"})
+        assert refused.status_code == 429
+        assert int(refused.headers["retry-after"]) >= 1
+        assert refused.json()["error"]["code"] == "rate_limit_exceeded"
+        too_many = client.post("/v1/completions", json={"prompt": "x", "n": 6})
+        assert (too_many.status_code, too_many.json()["error"]["param"]) == (400, "n")
+        server.engine.paused.clear()
+        assert [request.result().status_code for request in held] == [200] * 5
+        assert client.post("/v1/completions", json={"prompt": "x"}).status_code == 200
+        assert 'benchctl:requests_rejected_total{model_name="tiny"} 1.0' in client.get("/metrics").text
+
+
+def test_engines_own_count_of_waiting_requests_bounds_the_queue(start: Start) -> None:
+    config = ServerConfig()
+    config.scheduler.max_queue = 1
+    server = start(config)
+    server.engine.step_s = 0.01
+    server.engine.num_waiting = 1
+    with server.raw() as connection, server.client() as client:
+        post(connection, stream=True)
+        assert b"200 OK" in connection.recv(4096)
+        server.wait_for(lambda: client.post("/v1/completions", json={"prompt": "x"}).status_code == 429)
+        server.engine.num_waiting = 0
+        server.wait_for(lambda: client.post("/v1/completions", json={"prompt": "x"}).status_code == 200)
+
+
+def test_reader_that_stalls_is_cut_and_others_go_on(start: Start) -> None:
+    server = start(max_model_len=1 << 30)
+    server.engine.tokens_per_step = 2048
+    with small_reader(server) as stalled, server.client() as client:
+        post(stalled, stream=True, max_tokens=1 << 29)
+        server.wait_for(lambda: len(server.engine.requests) == 1)
+        [request] = server.engine.requests
+        answer = client.post("/v1/completions", json={"prompt": "x", "max_tokens": 9, "stream": True})
+        assert "".join(chunk["choices"][0]["text"] for chunk in events(answer.text)[:-1]) == "hello wor"
+        server.wait_for(lambda: request.request_id in server.engine.aborted, timeout_s=60)
+        assert client.get("/health").status_code == 200
+
+
+def test_reader_that_pauses_gets_everything_in_fewer_events(start: Start) -> None:
+    server = start(max_model_len=1 << 20)
+    server.engine.step_s = 0.0
+    length = 6000
+    with small_reader(server) as connection:
+        # Log-probabilities make events large enough to fill the kernel's buffers.
+        post(connection, stream=True, max_tokens=length, logprobs=20)
+        server.wait_for(lambda: len(server.engine.requests) == 1 and not server.engine.is_busy)
+        received = bytearray()
+        while b"[DONE]" not in received[-64:]:
+            data = connection.recv(1 << 20)
+            assert data
+            received += data
+    body = received.split(b"\r\n\r\n", 1)[1]
+    chunks = events(_dechunk(bytes(body)).decode())[:-1]
+    assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == ("hello world, " * length)[:length]
+    assert len(chunks) < length
+
+
+def _dechunk(body: bytes) -> bytes:
+    whole = b""
+    while body:
+        size, _, rest = body.partition(b"\r\n")
+        whole += rest[: int(size, 16)]
+        body = rest[int(size, 16) + 2 :]
+    return whole
+
+
+def test_drain_finishes_what_is_in_flight_and_refuses_the_rest(start: Start) -> None:
+    server = start()
+    server.engine.paused.set()
+    held = Background(server, max_tokens=5)
+    server.wait_for(lambda: len(server.engine.requests) == 1)
+    with server.client() as client:
+        assert client.get("/health").status_code == 200
+        server.api.control(DrainMessage(30))
+        server.wait_for(lambda: client.get("/health").status_code == 503)
+        refused = client.post("/v1/completions", json={"prompt": "x"})
+        assert refused.status_code == 503
+        assert int(refused.headers["retry-after"]) >= 1
+        assert refused.json()["error"]["code"] == "shutting_down"
+        server.engine.paused.clear()
+        answer = held.result()
+    assert answer.json()["choices"][0]["text"] == "hello"
+    assert server.api.process.wait(20) == 0
+
+
+def test_drain_aborts_what_does_not_finish_in_time(start: Start) -> None:
+    server = start()
+    server.engine.step_s = 0.01
+    whole = Background(server, max_tokens=4000)
+    stream = Background(server, max_tokens=4000, stream=True)
+    server.wait_for(lambda: len(server.engine.requests) == 2)
+    server.api.control(DrainMessage(0.2))
+    answer = whole.result()
+    assert (answer.status_code, answer.json()["error"]["code"]) == (500, "aborted")
+    last = events(stream.result().text)[-1]
+    assert last["error"]["code"] == "aborted"
+    assert server.api.process.wait(20) == 0
+    assert {request.request_id for request in server.engine.requests} == set(server.engine.aborted)
+
+
+def test_dead_peer_fails_streams_with_an_event_and_the_process_exits_non_zero(start: Start) -> None:
+    server = start()
+    server.engine.step_s = 0.01
+    whole = Background(server, max_tokens=4000)
+    stream = Background(server, max_tokens=4000, stream=True)
+    server.wait_for(lambda: len(server.engine.requests) == 2)
+    with server.client() as client:
+        assert client.get("/health").status_code == 200
+        server.api.control(PeerDiedMessage("the worker was killed"))
+        assert whole.result().status_code == 500
+        error = whole.result().json()["error"]
+        assert (error["code"], "the worker was killed" in error["message"]) == ("engine_dead", True)
+        assert events(stream.result().text)[-1]["error"]["code"] == "engine_dead"
+    assert server.api.process.wait(20) == 1
+
+
+def test_health_is_503_while_dying(start: Start) -> None:
+    server = start()
+    with server.client() as client:
+        client.get("/health")
+        server.api.control(PeerDiedMessage("gone"))
+        seen: set[int] = set()
+        while server.api.process.poll() is None:
+            try:
+                seen.add(client.get("/health").status_code)
+            except httpx.TransportError:
+                break
+        assert 503 in seen
+    assert server.api.process.wait(20) == 1
+
+
+def test_bytes_that_are_no_message_end_the_process(start: Start) -> None:
+    """The engine's socket lies in a private directory; what comes from it and is no message is a broken engine."""
+    server = start()
+    context = zmq.Context()
+    socket_ = context.socket(zmq.PUSH)
+    socket_.connect(endpoint(server.config.runtime_dir, "api-0-in"))
+    socket_.send(b"\x93\xa7outputs\x01\x02")
+    assert server.api.process.wait(20) == 1
+    socket_.close()
+    context.term()
+
+
+def test_peer_that_dies_before_the_model_is_ready(tmp_path: Path) -> None:
+    config = ServerConfig(runtime_dir=str(tmp_path))
+    api = ApiProcess(config)
+    api.control(PeerDiedMessage("the worker could not load the model"))
+    assert api.process.wait(20) == 1
+    api.close()
+
+
+def test_nothing_listens_before_the_model_is_ready(tmp_path: Path) -> None:
+    config = ServerConfig(runtime_dir=str(tmp_path))
+    api = ApiProcess(config)
+    try:
+        address = api.listener.getsockname()
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection(address, timeout=5)
+        engine = FakeEngine(str(tmp_path))
+        ready = api.wait_ready()
+        assert ready.info["max_model_len"] == 4096
+        socket.create_connection(address, timeout=5).close()
+        engine.close()
+    finally:
+        api.close()
+
+
+def test_supervisor_that_goes_takes_the_process_along(start: Start) -> None:
+    server = start()
+    server.api.close()
+    assert server.api.process.poll() is not None
+
+
+def test_ctrl_c_and_sigint_are_the_supervisors_business(start: Start) -> None:
+    server = start()
+    server.api.process.send_signal(signal.SIGINT)
+    with server.client() as client:
+        assert client.get("/health").status_code == 200
+
+
+def test_bad_model_is_a_user_error(tmp_path: Path) -> None:
+    config = ServerConfig(runtime_dir=str(tmp_path))
+    config.model.chat_template = str(tmp_path / "missing.jinja")
+    api = ApiProcess(config)
+    with pytest.raises(AssertionError, match=r"missing\.jinja: cannot be read"):
+        api.wait_ready()
+    assert api.process.wait(20) == 2
+    api.close()
+
+
+def test_two_api_processes_share_an_engine_and_a_port(tmp_path: Path) -> None:
+    config = ServerConfig(runtime_dir=str(tmp_path))
+    config.api.api_server_count = 2
+    engine = FakeEngine(str(tmp_path))
+    processes = [ApiProcess(config, index) for index in range(2)]
+    try:
+        for api in processes:
+            api.wait_ready()
+        for api in processes:
+            answer = httpx.post(f"{api.url}/v1/completions", json={"prompt": "x", "max_tokens": 5}, timeout=30)
+            assert answer.json()["choices"][0]["text"] == "hello"
+        assert sorted(request.client_index for request in engine.requests) == [0, 1]
+    finally:
+        for api in processes:
+            api.close()
+        engine.close()
