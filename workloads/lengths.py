@@ -5,8 +5,6 @@ Clipping would pile probability on the bounds; a truncated distribution keeps it
 
 from __future__ import annotations
 
-from typing import Literal
-
 import msgspec
 import numpy as np
 import numpy.typing as npt
@@ -61,7 +59,6 @@ class Fixed(msgspec.Struct, tag_field="distribution", tag="fixed", forbid_unknow
 
 
 Lengths = int | Fixed | Uniform | Normal | Lognormal | Histogram
-Bound = Literal["input_len", "output_len"]
 
 
 def draw_lengths(lengths: Lengths, n: int, rng: np.random.Generator, *, where: str) -> npt.NDArray[np.int64]:

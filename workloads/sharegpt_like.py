@@ -42,7 +42,7 @@ class ShareGptLikeParameters(LengthFilter, forbid_unknown_fields=True, kw_only=T
     prompt_format: Literal["text", "ids"] = "text"
     """`text`: exact with a tokenizer, about right (and not counted) without one. `ids`: always exact."""
     length_scale: float = 1.0
-    """Multiplies the lengths after the filter (at least 1 token stays)."""
+    """Multiplies the lengths after the filter; at least 1 token stays beside what the tokenizer adds to a text."""
     vocab_size: int | None = None
     ignore_eos: bool = True
 
@@ -77,13 +77,15 @@ def build_sharegpt_like(spec: dict[str, Any], *, seed: int, tokenizer: Tokenizer
         raise UserError(f"workload sharegpt-like: length_scale {parameters.length_scale} must be a number above 0")
     lengths, dropped = _draw_pairs(parameters, seed)
     notes = [_FIT_NOTE]
+    as_text = parameters.prompt_format == "text"
     if parameters.length_scale != 1.0:
-        lengths = [
-            (max(1, round(p * parameters.length_scale)), max(1, round(o * parameters.length_scale))) for p, o in lengths
-        ]
+        scale, least = parameters.length_scale, 1
+        if as_text and tokenizer is not None:
+            least += tokenizer.count("")
+        lengths = [(max(least, round(prompt * scale)), max(1, round(output * scale))) for prompt, output in lengths]
         notes.append(f"lengths scaled by {parameters.length_scale} after the filter")
     requests: GeneratedRequests | list[WorkloadRequest]
-    if parameters.prompt_format == "ids":
+    if not as_text:
         table = TokenIdTable(tokenizer, parameters.vocab_size)
         requests = GeneratedRequests(_MakeIds(table, lengths, parameters, seed), range(len(lengths)))
     else:

@@ -90,26 +90,20 @@ def build_synthetic(spec: dict[str, Any], *, seed: int, tokenizer: TokenizerLike
             )
         groups = generator(seed, "synthetic.group").integers(0, parameters.num_prefixes, size=n, dtype=np.int64)
     notes = []
+    requests: GeneratedRequests | list[WorkloadRequest]
     if parameters.prompt_format == "text" and tokenizer is not None:
         requests = _text_requests(parameters, inputs, outputs, groups, seed, tokenizer)
         if groups is not None:
             notes.append("text prompts share the prefix's text; the last shared token may merge with what follows")
     else:
         table = TokenIdTable(tokenizer, parameters.vocab_size)
-        make = _MakeIds(table, inputs, outputs, groups, parameters, seed)
-        return Workload(
-            name="synthetic",
-            parameters=with_defaults(parameters),
-            seed=seed,
-            requests=GeneratedRequests(make, range(n)),
-            tokenizer=tokenizer.name if tokenizer else None,
-        )
+        requests = GeneratedRequests(_MakeIds(table, inputs, outputs, groups, parameters, seed), range(n))
     return Workload(
         name="synthetic",
         parameters=with_defaults(parameters),
         seed=seed,
         requests=requests,
-        tokenizer=tokenizer.name,
+        tokenizer=tokenizer.name if tokenizer else None,
         notes=notes,
     )
 

@@ -64,10 +64,8 @@ class TextGenerator:
         """Text of about `n_tokens` tokens by the rule of thumb `TOKENS_PER_WORD`."""
         return " ".join(self.words(max(1, round(n_tokens / TOKENS_PER_WORD))))
 
-    def exact(
-        self, n_tokens: int, tokenizer: TokenizerLike, *, prefix: str = "", add_special_tokens: bool = True
-    ) -> str:
-        """Text that starts with `prefix` and that `tokenizer` encodes to exactly `n_tokens` tokens.
+    def exact(self, n_tokens: int, tokenizer: TokenizerLike, *, prefix: str = "") -> str:
+        """Text that starts with `prefix` and that `tokenizer` encodes to exactly `n_tokens` tokens (special ones too).
 
         Words are added or taken until the count is right or a few fillers away from it; every step encodes the
         whole text again, since a piece's count alone says nothing about the count of the whole.
@@ -77,9 +75,7 @@ class TextGenerator:
                 that length was found.
         """
 
-        def count(text: str) -> int:
-            return tokenizer.count(text, add_special_tokens=add_special_tokens)
-
+        count = tokenizer.count
         overhead = count(prefix)
         if n_tokens <= overhead:
             raise UserError(

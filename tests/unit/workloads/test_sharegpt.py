@@ -235,3 +235,10 @@ def test_sharegpt_like_text_is_exact_with_a_tokenizer_and_a_prefix_of_a_longer_o
         like(5, max_prompt_len=3)
     with pytest.raises(UserError, match="length_scale"):
         like(5, length_scale=0)
+
+
+def test_scaled_text_leaves_room_for_what_the_tokenizer_adds(any_tokenizer: HFTokenizer) -> None:
+    spec = {"name": "sharegpt-like", "num_requests": 30, "length_scale": 0.01}
+    workload = build_workload(spec, seed=0, tokenizer=any_tokenizer)
+    assert all(any_tokenizer.count(request.prompt or "") == request.prompt_tokens for request in workload.requests)
+    assert min(request.prompt_tokens or 0 for request in workload.requests) == 1 + any_tokenizer.count("")
