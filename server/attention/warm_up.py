@@ -26,10 +26,12 @@ def synthetic_batch(
     """One batch over a cache of its own, whose pages are handed out in a random order.
 
     `query_lens[b]` new tokens of a sequence that is `seq_lens[b]` long with them; everything is drawn from `seed`.
-    `max_seq_len` is the bound that the metadata states (default: the true one).
+    A sequence with both lengths 0 is padding and brings one padded row. `max_seq_len` is the bound that the metadata
+    states (default: the true one).
     """
     generator = torch.Generator().manual_seed(seed)
     page, tokens = spec.block_size, sum(query_lens)
+    rows = tokens + query_lens.count(0)
     blocks = [-(-length // page) for length in seq_lens]
     table = torch.zeros(len(seq_lens), max(*blocks, 1), dtype=torch.int32)
     order = torch.randperm(sum(blocks) + 1, generator=generator, dtype=torch.int32)
@@ -51,10 +53,10 @@ def synthetic_batch(
         return torch.empty(shape, dtype=spec.dtype, device=device).normal_(generator=on_device)
 
     return SyntheticBatch(
-        query=normal(tokens, spec.num_heads, spec.head_dim),
-        key=normal(tokens, spec.num_kv_heads, spec.head_dim),
-        value=normal(tokens, spec.num_kv_heads, spec.head_dim),
-        output=torch.full((tokens, spec.num_heads, spec.head_dim), float("nan"), dtype=spec.dtype, device=device),
+        query=normal(rows, spec.num_heads, spec.head_dim),
+        key=normal(rows, spec.num_kv_heads, spec.head_dim),
+        value=normal(rows, spec.num_kv_heads, spec.head_dim),
+        output=torch.full((rows, spec.num_heads, spec.head_dim), float("nan"), dtype=spec.dtype, device=device),
         kv_cache=normal(2, sum(blocks) + 1, page, spec.num_kv_heads, spec.head_dim),
         metadata=AttentionMetadata(
             num_tokens=tokens,
@@ -62,7 +64,7 @@ def synthetic_batch(
             query_start_loc=start.to(device),
             seq_lens=lengths.to(device),
             block_table=table.to(device),
-            slot_mapping=torch.cat(slots).to(device) if slots else torch.empty(0, dtype=torch.int64, device=device),
+            slot_mapping=torch.cat((*slots, torch.full((rows - tokens,), -1))).to(device),
             max_query_len=max(query_lens),
             max_seq_len=max(seq_lens) if max_seq_len is None else max_seq_len,
             query_start_loc_cpu=start,

@@ -214,7 +214,8 @@ def paged_decode(
     Row b of query and output belongs to sequence b; rows of sequences with length 0 are set to zero. With `mixed`,
     sequences whose query is one token long are served where `query_start_loc` says, and the others are left alone.
     """
-    num_seqs = seq_lens.shape[0]
+    # Without `mixed`, row b is sequence b: a length beyond the rows belongs to no row.
+    num_seqs = seq_lens.shape[0] if mixed else min(seq_lens.shape[0], query.shape[0])
     num_heads, head_dim = query.shape[1], query.shape[2]
     page, num_kv_heads = kv_cache.shape[2], kv_cache.shape[3]
     if config is None:

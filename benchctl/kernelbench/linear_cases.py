@@ -1,0 +1,52 @@
+"""Cases of the projections: the GEMV that small decode steps use, and cuBLAS beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+import torch.nn.functional as F
+
+from benchctl.kernelbench.case import Case, Instance
+
+# Output and input features of the 8B shape's matrices.
+MATRICES = {
+    "qkv": (6144, 4096),
+    "o": (4096, 4096),
+    "gate_up": (28672, 4096),
+    "down": (4096, 14336),
+    "lm_head": (128256, 4096),
+}
+SMALL_MATRICES = {"even": (64, 512), "ragged": (37, 600)}
+
+
+def linear_cases(
+    device: torch.device, dtype: torch.dtype, rows: list[int], *, small: bool, with_cublas: bool = False
+) -> Iterator[Case]:
+    for label, (n, k) in (SMALL_MATRICES if small else MATRICES).items():
+        for m in rows:
+            yield _case(device, dtype, "gemv", label, m, n, k, bias=label == "ragged")
+            if with_cublas:
+                yield _case(device, dtype, "cublas", label, m, n, k, bias=False)
+
+
+def _case(
+    device: torch.device, dtype: torch.dtype, kernel: str, label: str, m: int, n: int, k: int, *, bias: bool
+) -> Case:
+    def build(seed: int) -> Instance:
+        from server.kernels.gemv import gemv
+
+        generator = torch.Generator(device=device).manual_seed(seed)
+
+        def normal(*shape: int) -> torch.Tensor:
+            return torch.empty(shape, dtype=dtype, device=device).normal_(generator=generator)
+
+        x, weight, offset = normal(m, k), normal(n, k) * k**-0.5, normal(n) if bias else None
+        function = gemv if kernel == "gemv" else F.linear
+        return Instance(
+            lambda: (function(x, weight, offset),),
+            lambda: (F.linear(x.float(), weight.float(), None if offset is None else offset.float()),),
+        )
+
+    moved = dtype.itemsize * (n * k + m * (n + k))
+    return Case(f"linear/{kernel}", f"{label} {m} x {n} x {k}", dtype, moved, 2 * m * n * k, build)

@@ -1,0 +1,183 @@
+"""Time candidate launch parameters, to fill the tables of `server.kernels` for a new GPU."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from benchctl.kernelbench.attention_cases import LLAMA_8B, Layout
+from benchctl.kernelbench.case import Case, Instance, relative_error
+from benchctl.kernelbench.linear_cases import MATRICES
+from benchctl.kernelbench.measure import time_case
+from server.attention.warm_up import synthetic_batch
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    case: Case
+    config: str
+    binary: tuple[Any, ...]
+    """Trials of the same binary differ in the grid only and are compiled once."""
+
+
+DECODE_SHAPES = [(1, 4096), (8, 1024), (64, 1024), (256, 512)]
+PREFILL_SHAPES = [([2048] * 4, [2048] * 4), ([*([1] * 32), 512], [*([1024] * 32), 1024])]
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    kernel: str
+    shape: str
+    config: str
+    time_us: float
+    """NaN: this candidate does not compile or does not fit the device."""
+    error: float
+
+
+def sweep(kind: str, device: torch.device, dtype: torch.dtype, page: int, head_dim: int) -> Iterator[Candidate]:
+    """Candidates of `kind` (decode, prefill, gemv), in the order of the shapes and then of their times."""
+    trials = {"decode": _decode_trials, "prefill": _prefill_trials, "gemv": _gemv_trials}[kind](
+        device, dtype, page, head_dim
+    )
+    with ThreadPoolExecutor(8) as pool:
+        # Compiling takes seconds a candidate, and much of it outside Python's lock.
+        list(pool.map(_error, {trial.binary: trial.case for trial in trials}.values()))
+    for trial in trials:
+        error = _error(trial.case)
+        seconds = time_case(trial.case) if error == error else float("nan")
+        yield Candidate(trial.case.kernel, trial.case.shape, trial.config, seconds * 1e6, error)
+
+
+def _error(case: Case) -> float:
+    """Relative distance of a candidate from the kernel's own choice; NaN if it cannot run (too little shared memory)."""
+    try:
+        instance = case.build(1)
+        return relative_error(instance.run(), instance.expected())
+    except Exception as error:  # Triton has no common base class for "does not fit this device".
+        print(f"{case.kernel} {case.shape}: {type(error).__name__}: {str(error).splitlines()[0][:100]}")
+        return float("nan")
+
+
+def _decode_trials(device: torch.device, dtype: torch.dtype, page: int, head_dim: int) -> list[Trial]:
+    from server.kernels.attention_config import DecodeConfig
+    from server.kernels.paged_decode import DecodeScratch, paged_decode
+
+    layout = Layout(*LLAMA_8B[:2], head_dim, page)
+    spec = layout.spec(device, dtype, 256)
+    scratch = DecodeScratch(device, *LLAMA_8B[:2], head_dim, 256)
+    tiles = [
+        (32, 4, 3),
+        (32, 4, 4),
+        (64, 4, 2),
+        (64, 4, 3),
+        (64, 4, 4),
+        (64, 8, 3),
+        (128, 4, 2),
+        (128, 8, 2),
+        (128, 8, 3),
+    ]
+    trials = []
+    for seqs, length in DECODE_SHAPES:
+        for (block_n, warps, stages), target in itertools.product(tiles, (132, 264, 528, 1056, 2112)):
+            if (seqs * layout.num_kv_heads > target and target != 528) or (seqs == 1 and target > 528):
+                continue
+            config = DecodeConfig(block_n, warps, stages, target, max(block_n, 64))
+
+            def build(seed: int, lens: tuple[int, int] = (seqs, length), config: DecodeConfig = config) -> Instance:
+                batch = synthetic_batch(spec, [1] * lens[0], [lens[1]] * lens[0], seed=seed)
+                meta = batch.metadata
+
+                def run(config: DecodeConfig | None = config) -> tuple[torch.Tensor, ...]:
+                    paged_decode(
+                        batch.query, batch.kv_cache, meta.block_table, meta.query_start_loc, meta.seq_lens,
+                        meta.max_seq_len, head_dim**-0.5, batch.output, scratch, config=config,
+                    )  # fmt: skip
+                    return (batch.output,)
+
+                return Instance(run, lambda: (run(None)[0].float(),))
+
+            moved = 2 * dtype.itemsize * layout.num_kv_heads * head_dim * seqs * length
+            case = Case("decode", f"{seqs} x {length} ({layout})", dtype, moved, 0, build)
+            trials.append(Trial(case, _text(config), (block_n, warps, stages)))
+    return trials
+
+
+def _prefill_trials(device: torch.device, dtype: torch.dtype, page: int, head_dim: int) -> list[Trial]:
+    from server.kernels.attention_config import PrefillConfig
+    from server.kernels.paged_prefill import paged_prefill
+
+    layout = Layout(*LLAMA_8B[:2], head_dim, page)
+    spec = layout.spec(device, dtype, 256)
+    tiles = [
+        (128, 128, 8, 2), (128, 128, 8, 3), (128, 64, 8, 2), (128, 64, 8, 3), (128, 64, 8, 4), (128, 64, 4, 3),
+        (128, 32, 8, 3), (64, 64, 4, 2), (64, 64, 4, 3), (64, 128, 4, 3), (256, 64, 8, 3),
+    ]  # fmt: skip
+    trials = []
+    for query_lens, seq_lens in PREFILL_SHAPES:
+        for tile in tiles:
+            config = PrefillConfig(*tile)
+
+            def build(
+                seed: int, lens: tuple[list[int], list[int]] = (query_lens, seq_lens), config: PrefillConfig = config
+            ) -> Instance:
+                batch = synthetic_batch(spec, *lens, seed=seed)
+                meta = batch.metadata
+
+                def run(config: PrefillConfig | None = config) -> tuple[torch.Tensor, ...]:
+                    paged_prefill(
+                        batch.query, batch.kv_cache, meta.block_table, meta.query_start_loc, meta.seq_lens,
+                        meta.max_query_len, meta.num_tokens, head_dim**-0.5, batch.output, config=config,
+                    )  # fmt: skip
+                    return (batch.output,)
+
+                return Instance(run, lambda: (run(None)[0].float(),))
+
+            label = "4 x 2048" if len(seq_lens) == 4 else "32 decodes + 512"
+            case = Case("prefill", f"{label} ({layout})", dtype, 64 << 20, 0, build)
+            trials.append(Trial(case, _text(config), tile))
+    return trials
+
+
+def _gemv_trials(device: torch.device, dtype: torch.dtype, page: int, head_dim: int) -> list[Trial]:
+    from server.kernels.gemv import GemvConfig, gemv
+
+    single = [
+        (1, 512, 2, 0), (1, 512, 4, 0), (1, 1024, 4, 0), (1, 1024, 8, 0), (1, 2048, 8, 0), (2, 512, 4, 0),
+        (2, 1024, 8, 0), (4, 512, 4, 0), (4, 512, 8, 0),
+    ]  # fmt: skip
+    several = [
+        (16, 128, 4, 4), (16, 256, 4, 3), (16, 256, 4, 4), (16, 512, 4, 3), (32, 128, 4, 4), (32, 256, 4, 3),
+        (32, 256, 8, 3), (64, 128, 4, 4), (64, 128, 8, 4),
+    ]  # fmt: skip
+    trials = []
+    for label in ("qkv", "gate_up", "down"):
+        n, k = MATRICES[label]
+        for rows, tiles in ((1, [*single, None]), (4, [*several, None]), (8, [*several, None])):
+            for tile in tiles:
+                config = GemvConfig(*tile) if tile else None
+
+                def build(
+                    seed: int, size: tuple[int, int, int] = (rows, n, k), config: GemvConfig | None = config
+                ) -> Instance:
+                    generator = torch.Generator(device=device).manual_seed(seed)
+                    m, n, k = size
+                    x = torch.empty(m, k, dtype=dtype, device=device).normal_(generator=generator)
+                    weight = torch.empty(n, k, dtype=dtype, device=device).normal_(generator=generator)
+                    if config is None:
+                        return Instance(lambda: (x @ weight.T,), lambda: (x.float() @ weight.float().T,))
+                    return Instance(
+                        lambda: (gemv(x, weight, None, config=config),), lambda: (x.float() @ weight.float().T,)
+                    )
+
+                case = Case("gemv", f"{label} {rows} x {n} x {k}", dtype, dtype.itemsize * n * k, 0, build)
+                trials.append(Trial(case, _text(config) if config else "cuBLAS", (label, rows > 1, tile)))
+    return trials
+
+
+def _text(config: Any) -> str:
+    return " ".join(f"{name}={value}" for name, value in asdict(config).items())
