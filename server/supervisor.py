@@ -78,8 +78,9 @@ class _Process:
         self._control_fd = control_write
         self.status_buffer = bytearray()
         self.stderr_buffer = bytearray()
-        command = [sys.executable, "-P", "-m", module, "--status-fd", str(status_write), "--control-fd", str(control_read)]
-        command += ["--index", str(index), "--supervisor-pid", str(os.getpid())]
+        command = [sys.executable, "-P", "-m", module, "--index", str(index)]
+        command += ["--status-fd", str(status_write), "--control-fd", str(control_read)]
+        command += ["--supervisor-pid", str(os.getpid())]
         try:
             self.popen = subprocess.Popen(
                 command,

@@ -14,7 +14,6 @@ from server import config as c
 from server.errors import UserError
 from server.timeline import Timeline, process_start_ns
 
-
 _MODEL = "Model"
 _CACHE = "KV cache"
 _SCHEDULER = "Scheduler"
@@ -255,9 +254,11 @@ def _parse_sizes(text: str | None) -> tuple[int, ...] | None:
 
 def _ensure_model(model: str) -> None:
     """Pull a model that we know how to get and do not have yet, before any process starts."""
-    from server.models.pull import PULLABLE, is_pulled, pull
+    from server.models.registry import must_be_pulled
 
-    if model in PULLABLE and not is_pulled(model):
+    if must_be_pulled(model):
+        from server.models.pull import pull
+
         typer.echo(f"{model} is not here yet: pulling it (once)", err=True)
         pull(model)
 

@@ -10,10 +10,10 @@ from benchctl.matrix.plan import Plan
 def ensure_models(plan: Plan, console: Console) -> None:
     """Pull what can be pulled by its short name and is not here; UserError when that does not work."""
     from server.models.pull import pull
-    from server.models.registry import PULLABLE, models_dir
+    from server.models.registry import must_be_pulled
 
     for model in dict.fromkeys(server.config.model for server in plan.servers if server.config.engine != "url"):
-        if model in PULLABLE and not (models_dir() / model / "config.json").is_file():
+        if must_be_pulled(model):
             with console.status(f"pulling {model} (once)"):
                 folder = pull(model)
             console.print(f"pulled {model} to {folder}", soft_wrap=True, highlight=False)

@@ -119,6 +119,11 @@ def models_dir() -> Path:
     return benchctl_cache_dir() / "models"
 
 
+def must_be_pulled(name: str) -> bool:
+    """Whether `name` is a model that `pull` knows how to get, by its short name, and that is not here yet."""
+    return name in PULLABLE and not (models_dir() / name / "config.json").is_file()
+
+
 def resolve_model(options: ModelOptions) -> ResolvedModel:
     """Find the model that `options.model` names; downloads a hub id that is not in the local hub cache.
 

@@ -1,0 +1,196 @@
+"""The engine core's loop: take in requests and results, keep the worker supplied with steps, hand out tokens."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import defaultdict
+from typing import Any
+
+import msgspec
+import zmq
+
+from server.child import Child, DrainMessage, PeerDiedMessage
+from server.engine.kv_cache_manager import KVCacheManager
+from server.engine.request import Request
+from server.engine.scheduler import Scheduler
+from server.ipc import api_to_engine, engine_to_api, engine_to_worker, worker_to_engine
+from server.ipc.api_to_engine import AbortRequests, AddRequest, ApiReady, Control, ToEngine
+from server.ipc.engine_to_api import ControlReply, EngineReady, FromEngine, RequestOutput, StepOutputs
+from server.ipc.engine_to_worker import ToWorker, WorkerControl
+from server.ipc.sockets import Receiver, Sender
+from server.ipc.worker_to_engine import ControlDone, FromWorker, StepResult, WorkerReady
+
+logger = logging.getLogger(__name__)
+
+_WORKER_COMMANDS = ("start_profile", "stop_profile")
+
+
+class EngineCore:
+    """Sockets and state of the engine process. `start()` waits for the worker; `run()` never returns."""
+
+    def __init__(self, child: Child) -> None:
+        self.config = child.config
+        self.child = child
+        runtime_dir = self.config.runtime_dir
+        self._context: zmq.Context[Any] = zmq.Context()
+        self._from_api: Receiver[ToEngine] = api_to_engine.receiver(self._context, runtime_dir)
+        self._from_worker: Receiver[FromWorker] = worker_to_engine.receiver(self._context, runtime_dir)
+        self._to_worker: Sender[ToWorker] = engine_to_worker.sender(self._context, runtime_dir)
+        self._to_api: dict[int, Sender[FromEngine]] = {}
+        self._poller = zmq.Poller()
+        self._poller.register(self._from_api.socket, zmq.POLLIN)
+        self._poller.register(self._from_worker.socket, zmq.POLLIN)
+        self._depth = 2 if self.config.scheduler.async_scheduling else 1
+        self._seconds: defaultdict[str, float] = defaultdict(float)
+        self._num_compilations = 0
+        self._num_jit_events = 0
+        self._control_clients: dict[int, tuple[int, int]] = {}
+        self._next_control = 0
+
+    def start(self) -> None:
+        """Wait until the worker can run steps. Requests that come meanwhile wait in the socket."""
+        with self.child.timeline.span("wait-for-worker"):
+            while not isinstance(ready := _receive(self._from_worker), WorkerReady):
+                logger.error("expected the worker's readiness, got %s", type(ready).__name__)
+        options = self.config.scheduler
+        kv = KVCacheManager(ready.num_blocks, ready.block_size, self.config.cache.enable_prefix_caching)
+        self.scheduler = Scheduler(
+            kv,
+            max_num_seqs=options.max_num_seqs,
+            token_budget=ready.max_num_batched_tokens,
+            max_model_len=ready.max_model_len,
+            policy=options.policy,
+            long_prefill_token_threshold=options.long_prefill_token_threshold,
+        )
+        self._ready = EngineReady(
+            max_model_len=ready.max_model_len,
+            num_blocks=ready.num_blocks,
+            block_size=ready.block_size,
+            attention_backend=ready.attention_backend,
+            device=ready.device,
+            dtype=ready.dtype,
+            mode=ready.mode,
+            max_num_batched_tokens=ready.max_num_batched_tokens,
+        )
+        self.child.ready(num_blocks=ready.num_blocks, block_size=ready.block_size)
+
+    def run(self) -> None:
+        """One turn per event: sleeps when there is nothing to do or both steps are with the worker."""
+        while True:
+            before = time.perf_counter()
+            events = dict(self._poller.poll())
+            self._seconds["wait"] += time.perf_counter() - before
+            if self._from_api.socket in events:
+                for message in _drain(self._from_api):
+                    self._handle_request(message)
+            if self._from_worker.socket in events:
+                for result in _drain(self._from_worker):
+                    self._handle_result(result)
+            self._supply()
+
+    def _supply(self) -> None:
+        """Schedule until the worker has as many steps as it may have."""
+        while self.scheduler.num_in_flight < self._depth and self.scheduler.requests:
+            before = time.perf_counter()
+            step = self.scheduler.schedule()
+            scheduled = time.perf_counter()
+            self._seconds["schedule"] += scheduled - before
+            if step is None:
+                return
+            self._to_worker.send(step)
+            self._seconds["send"] += time.perf_counter() - scheduled
+
+    def _handle_request(self, message: ToEngine) -> None:
+        if isinstance(message, AddRequest):
+            refusal = self.scheduler.add(Request(message, time.monotonic_ns()))
+            if refusal is not None:
+                self._send_outputs({message.client_index: [refusal]})
+        elif isinstance(message, AbortRequests):
+            outputs: dict[int, list[RequestOutput]] = {}
+            for request in self.scheduler.abort(message.request_ids):
+                output = RequestOutput(request.request_id, [], finish_reason="abort")
+                outputs.setdefault(request.client_index, []).append(output)
+            self._send_outputs(outputs)
+        elif isinstance(message, ApiReady):
+            sender = engine_to_api.sender(self._context, self.config.runtime_dir, message.client_index)
+            self._to_api[message.client_index] = sender
+            sender.send(self._ready)
+        elif isinstance(message, Control):
+            self._control(message)
+
+    def _control(self, message: Control) -> None:
+        if message.command in _WORKER_COMMANDS:
+            # Call ids are the client's; the worker sees one numbering for all clients.
+            self._control_clients[self._next_control] = (message.client_index, message.call_id)
+            self._to_worker.send(WorkerControl(self._next_control, message.command))
+            self._next_control += 1
+            return
+        error = None
+        if message.command == "reset_prefix_cache":
+            self.scheduler.reset_prefix_cache()
+        else:
+            error = f"unknown command {message.command!r}"
+        self._send(message.client_index, ControlReply(message.call_id, error))
+
+    def _handle_result(self, message: FromWorker) -> None:
+        if isinstance(message, StepResult):
+            self._num_compilations = message.num_compilations
+            self._num_jit_events = message.num_jit_events
+            for phase, seconds in message.step_seconds.items():
+                self._seconds[phase] += seconds
+            outputs: dict[int, list[RequestOutput]] = {}
+            for client_index, output in self.scheduler.update(message):
+                outputs.setdefault(client_index, []).append(output)
+            self._send_outputs(outputs)
+        elif isinstance(message, ControlDone):
+            client_index, call_id = self._control_clients.pop(message.call_id)
+            self._send(client_index, ControlReply(call_id, message.error))
+        else:
+            logger.error("the worker said that it is ready twice")
+
+    def _send_outputs(self, outputs: dict[int, list[RequestOutput]]) -> None:
+        """One message per client; every client hears the statistics, so that any of them can answer /metrics."""
+        stats = self.scheduler.stats()
+        stats.num_compilations = self._num_compilations
+        stats.num_jit_events = self._num_jit_events
+        stats.step_seconds = dict(self._seconds)
+        now = time.monotonic_ns()
+        for client_index in self._to_api:
+            self._send(client_index, StepOutputs(outputs.get(client_index, []), stats, now))
+
+    def _send(self, client_index: int, message: FromEngine) -> None:
+        sender = self._to_api.get(client_index)
+        if sender is None:
+            logger.error("no API process %d to send %s to", client_index, type(message).__name__)
+            return
+        sender.send(message)
+
+
+def on_control(message: DrainMessage | PeerDiedMessage) -> None:
+    """The supervisor drains the API processes first: when the engine hears of it, nobody waits for it any more."""
+    import os
+
+    os._exit(0 if isinstance(message, DrainMessage) else 1)
+
+
+def _receive(receiver: Receiver[Any]) -> Any:
+    while True:
+        try:
+            return receiver.receive()
+        except msgspec.DecodeError as error:
+            logger.error("dropped a malformed message: %s", error)
+
+
+def _drain(receiver: Receiver[Any]) -> list[Any]:
+    """All messages that are here; one that does not decode is logged and dropped."""
+    messages: list[Any] = []
+    while True:
+        try:
+            message = receiver.receive(timeout_ms=0)
+        except msgspec.DecodeError as error:
+            logger.error("dropped a malformed message: %s", error)
+            continue
+        if message is None:
+            return messages
+        messages.append(message)

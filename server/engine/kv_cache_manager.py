@@ -1,0 +1,104 @@
+"""Which blocks a request holds, and which of them it may share with others."""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+
+from server.engine.block_pool import BlockPool
+from server.engine.request import Request
+
+_ROOT = b""
+
+
+def hash_block(parent: bytes, token_ids: list[int]) -> bytes:
+    """SHA-256 of the parent block's hash and the block's tokens: equal only for equal prefixes."""
+    return hashlib.sha256(parent + array("q", token_ids).tobytes()).digest()
+
+
+class KVCacheManager:
+    """Block tables over a `BlockPool`, with prefix caching."""
+
+    def __init__(self, num_blocks: int, block_size: int, enable_prefix_caching: bool) -> None:
+        self.pool = BlockPool(num_blocks)
+        self.block_size = block_size
+        self.enable_prefix_caching = enable_prefix_caching
+        self.num_queries = 0
+        """Prompt tokens looked up."""
+        self.num_hits = 0
+        """Prompt tokens found."""
+
+    def blocks_needed(self, request: Request, num_tokens: int) -> int:
+        """Blocks that `request` lacks to hold `num_tokens` tokens."""
+        return max(0, -(-num_tokens // self.block_size) - len(request.block_ids))
+
+    def find_prefix(self, request: Request) -> list[int]:
+        """Cached blocks of the longest known prefix of the request; takes no reference.
+
+        At least one token is left out: its logits are needed for the next one. A request that wants log-probabilities
+        of its prompt has to compute all of it.
+        """
+        if not self.enable_prefix_caching or request.sampling.prompt_logprobs is not None:
+            return []
+        blocks = []
+        for i in range((len(request.token_ids) - 1) // self.block_size):
+            block = self.pool.find(self._hash(request, i))
+            if block is None:
+                break
+            blocks.append(block)
+        return blocks
+
+    def count_lookup(self, request: Request, hits: list[int]) -> None:
+        """Account for an admitted request's look-up."""
+        if self.enable_prefix_caching:
+            self.num_queries += len(request.token_ids)
+            self.num_hits += len(hits) * self.block_size
+
+    def can_admit(self, request: Request, prefix: list[int], num_tokens: int) -> bool:
+        """Whether the pool can hold `num_tokens` tokens of a request that starts from the cached `prefix`."""
+        free = self.pool.num_free - sum(1 for block in prefix if self.pool.references[block] == 0)
+        return -(-num_tokens // self.block_size) - len(prefix) <= free
+
+    def admit(self, request: Request, prefix: list[int], num_tokens: int) -> None:
+        """Give a request without blocks the cached `prefix` and new blocks for `num_tokens` tokens in all."""
+        self.pool.touch(prefix)
+        request.block_ids = list(prefix)
+        self.grow(request, num_tokens)
+
+    def grow(self, request: Request, num_tokens: int) -> list[int]:
+        """Give a request the blocks it lacks for `num_tokens` tokens; returns the new ones.
+
+        Raises ValueError when the pool has not enough.
+        """
+        needed = self.blocks_needed(request, num_tokens)
+        if not needed:
+            return []
+        new = self.pool.allocate(needed)
+        request.block_ids += new
+        return new
+
+    def cache_blocks(self, request: Request) -> None:
+        """Index the request's blocks that are full of known tokens, computed or scheduled to be.
+
+        Called once a step is settled: the worker runs steps in order, so whoever finds a block here reads it after it
+        is written. A block with a token in flight waits until the token is known.
+        """
+        if not self.enable_prefix_caching:
+            return
+        full = min(request.num_computed, len(request.token_ids)) // self.block_size
+        for i in range(request.num_cached_blocks, full):
+            self.pool.cache(request.block_ids[i], self._hash(request, i))
+        request.num_cached_blocks = max(request.num_cached_blocks, full)
+
+    def free(self, request: Request) -> None:
+        self.pool.release(request.block_ids)
+        request.block_ids = []
+        request.num_cached_blocks = 0
+
+    def _hash(self, request: Request, index: int) -> bytes:
+        hashes = request.block_hashes
+        while len(hashes) <= index:
+            i = len(hashes)
+            tokens = request.token_ids[i * self.block_size : (i + 1) * self.block_size]
+            hashes.append(hash_block(hashes[-1] if hashes else _ROOT, tokens))
+        return hashes[index]
