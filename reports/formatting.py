@@ -14,9 +14,9 @@ def seconds(value: float | None) -> str:
         minutes, rest = divmod(round(size), 60)
         text = f"{minutes} min {rest:02d} s"
         return f"-{text}" if value < 0 else text
-    if size >= 0.99995:
+    if size >= 0.9995:
         return f"{significant(value)} s"
-    if size >= 0.99995e-3:
+    if size >= 0.9995e-3:
         return f"{significant(value * 1e3)} ms"
     return "0 s" if value == 0 else f"{significant(value * 1e6)} µs"
 

@@ -54,7 +54,7 @@ def sweep(kind: str, device: torch.device, dtype: torch.dtype, page: int, head_d
 
 
 def _error(case: Case) -> float:
-    """Relative distance of a candidate from the kernel's own choice; NaN if it cannot run (too little shared memory)."""
+    """Relative distance of a candidate from the kernel's own choice; NaN if it cannot run (shared memory, say)."""
     try:
         instance = case.build(1)
         return relative_error(instance.run(), instance.expected())

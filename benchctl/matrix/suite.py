@@ -90,7 +90,9 @@ def load_suite(name_or_file: str, assignments: Sequence[str] = ()) -> Suite:
     try:
         data = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
-        raise UserError(f"{where}: invalid TOML: {error}") from None
+        lines = text.split("\n")
+        end = f"at line {len(lines)}, column {len(lines[-1]) + 1}, the end of the file"
+        raise UserError(f"{where}: invalid TOML: {str(error).replace('at end of document', end)}") from None
     for assignment in assignments:
         _assign(data, assignment)
     for key in ("models", "loads"):

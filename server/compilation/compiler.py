@@ -12,6 +12,7 @@ until `publish`, so that a second server waits and then loads.
 from __future__ import annotations
 
 import contextlib
+import importlib
 import logging
 import shutil
 import threading
@@ -159,7 +160,9 @@ class ModelCompiler:
             pieces = []
             with inductor_dir(self.directory / _INDUCTOR):
                 with self.timeline.span("compile/import-inductor"):
-                    self._import_inductor()
+                    wait_for_isa = self._import_inductor()
+                with self.timeline.span("compile/isa-probe"):
+                    wait_for_isa()
                 for number in range(plan.num_pieces):
                     with self.timeline.span(f"compile/inductor/piece-{number}", cache="hit"):
                         pieces.append(load_piece(self._artifact(number)))
@@ -177,16 +180,16 @@ class ModelCompiler:
         self._fresh_directory()
         with inductor_dir(self.directory / _INDUCTOR):
             with self.timeline.span("compile/import-inductor"):
+                wait_for_isa = self._import_inductor()
                 from server.compilation.capture import capture
                 from server.compilation.split import split
 
-            probe = self._start_isa_probe()
             with self.timeline.span("compile/dynamo"):
                 captured = capture(self.model, _tuning_size(self.token_budget), self.device)
             with self.timeline.span("compile/split"):
                 graph = split(captured)
             with self.timeline.span("compile/isa-probe"):
-                probe()
+                wait_for_isa()
             pieces = []
             for number, piece in enumerate(graph.pieces):
                 with self.timeline.span(f"compile/inductor/piece-{number}", cache="miss"):
@@ -194,23 +197,20 @@ class ModelCompiler:
         (self.directory / _PLAN).write_bytes(msgspec.json.encode(graph.plan))
         return CompiledModel(self.model, graph.plan, pieces, key=self.key, cache_hit=False, directory=self.directory)
 
-    def _import_inductor(self) -> None:
-        """Import what loading needs, while the probe runs."""
+    def _import_inductor(self) -> Callable[[], None]:
+        """Import Inductor. On CPU it also has to find out which vector instructions work, by compiling and running
+        small programs: they run beside the import and whatever follows until the returned function is called."""
+        # Everything that the probe needs is imported first, so that no two threads import the same modules.
+        importlib.import_module("torch._inductor.codecache")
+        wait: Callable[[], None] = _nothing
+        if self.device.type == "cpu":
+            from torch._inductor.cpu_vec_isa import pick_vec_isa
 
-        probe = self._start_isa_probe()
-
-        probe()
-
-    def _start_isa_probe(self) -> Callable[[], None]:
-        """On CPU Inductor finds out which vector instructions work by compiling and running programs: let it do so in
-        a thread beside other work, and call the result to wait for the answer."""
-        if self.device.type != "cpu":
-            return lambda: None
-        from torch._inductor.cpu_vec_isa import pick_vec_isa
-
-        thread = threading.Thread(target=pick_vec_isa, name="isa-probe")
-        thread.start()
-        return thread.join
+            probe = threading.Thread(target=pick_vec_isa, name="isa-probe")
+            probe.start()
+            wait = probe.join
+        importlib.import_module("torch._inductor.compile_fx")
+        return wait
 
     def _artifact(self, number: int) -> Path:
         return self.directory / f"piece-{number}.bin"
@@ -218,6 +218,10 @@ class ModelCompiler:
     def _fresh_directory(self) -> None:
         shutil.rmtree(self.directory, ignore_errors=True)
         self.directory.mkdir(parents=True, mode=0o700)
+
+
+def _nothing() -> None:
+    pass
 
 
 def _tuning_size(token_budget: int) -> int:
