@@ -70,10 +70,6 @@ class FakeEngine:
         self._receiver.close()
         self._context.term()
 
-    @property
-    def is_busy(self) -> bool:
-        return bool(self._running)
-
     def _take(self, message: Any) -> None:
         if isinstance(message, ApiReady):
             sender = engine_to_api.sender(self._context, self._runtime_dir, message.client_index)

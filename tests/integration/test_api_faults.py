@@ -143,13 +143,16 @@ def test_reader_that_stalls_is_cut_and_others_go_on(start: Start) -> None:
 
 
 def test_reader_that_pauses_gets_everything_in_fewer_events(start: Start) -> None:
-    server = start(max_model_len=1 << 20)
+    config = ServerConfig()
+    # A long name makes events large enough to fill the kernel's buffers soon.
+    config.model.served_model_name = "m" * 2000
+    server = start(config, max_model_len=1 << 20)
     server.engine.step_s = 0.0
     length = 6000
-    with small_reader(server) as connection:
-        # Log-probabilities make events large enough to fill the kernel's buffers.
-        post(connection, stream=True, max_tokens=length, logprobs=20)
-        server.wait_for(lambda: len(server.engine.requests) == 1 and not server.engine.is_busy)
+    generated = f'benchctl:generation_tokens_total{{model_name="{"m" * 2000}"}} {length}.0'
+    with small_reader(server) as connection, server.client() as client:
+        post(connection, stream=True, max_tokens=length)
+        server.wait_for(lambda: generated in client.get("/metrics").text)
         received = bytearray()
         while b"[DONE]" not in received[-64:]:
             data = connection.recv(1 << 20)
@@ -162,12 +165,14 @@ def test_reader_that_pauses_gets_everything_in_fewer_events(start: Start) -> Non
 
 
 def _dechunk(body: bytes) -> bytes:
-    whole = b""
-    while body:
-        size, _, rest = body.partition(b"\r\n")
-        whole += rest[: int(size, 16)]
-        body = rest[int(size, 16) + 2 :]
-    return whole
+    parts: list[bytes] = []
+    place = 0
+    while place < len(body):
+        end = body.index(b"\r\n", place)
+        size = int(body[place:end], 16)
+        parts.append(body[end + 2 : end + 2 + size])
+        place = end + 4 + size
+    return b"".join(parts)
 
 
 def test_drain_finishes_what_is_in_flight_and_refuses_the_rest(start: Start) -> None:

@@ -155,7 +155,7 @@ def cell(
         arrival={"name": "poisson", "rate": rate},
         slos=["ttft:200ms tpot:20ms"],
     )
-    speed = SPEED[backend] * (1.6 if mode == "compile" else 1.0)
+    speed = SPEED.get(backend, 1.0) * (1.6 if mode == "compile" else 1.0)
     measured = status in ("ok", "invalid")
     seed = int(rate * 10) + len(backend)
     return CellResult(

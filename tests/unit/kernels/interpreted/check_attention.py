@@ -1,0 +1,122 @@
+"""Paged attention against the fp32 reference, on poisoned caches."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from benchctl.kernelbench import reference
+from benchctl.kernelbench.attention_cases import SMALL_CHECK_LAYOUTS, Layout, check_cases, poison
+from benchctl.kernelbench.case import relative_error, tolerance
+from server.attention.triton_attn import LONG_DECODE, TritonAttentionBackend
+from server.attention.warm_up import SyntheticBatch, synthetic_batch
+from server.kernels.attention_config import DecodeConfig, decode_splits
+from server.kernels.paged_decode import DecodeScratch, paged_decode
+
+CPU = torch.device("cpu")
+NAN = float("nan")
+
+
+def poisoned_batch(layout: Layout, query_lens: list[int], seq_lens: list[int], seed: int = 0) -> SyntheticBatch:
+    batch = synthetic_batch(layout.spec(CPU, torch.float32, 8), query_lens, seq_lens, seed=seed)
+    poison(batch, layout.page, NAN)
+    return batch
+
+
+def error_of(batch: SyntheticBatch, scale: float) -> float:
+    return relative_error((batch.output,), (reference.attention(batch.query, batch.kv_cache, batch.metadata, scale),))
+
+
+@pytest.mark.parametrize("layout", SMALL_CHECK_LAYOUTS, ids=str)
+def test_edges_of_pages_and_tiles_in_fp32(layout: Layout) -> None:
+    for case in check_cases("TRITON_ATTN", TritonAttentionBackend, CPU, torch.float32, small=True):
+        if str(layout) in case.shape and "padding" in case.shape:
+            instance = case.build(3)
+            expected = instance.expected()
+            assert relative_error(instance.run(), expected) < tolerance(torch.float32, interpreted=True), case.shape
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision(dtype: torch.dtype) -> None:
+    spec = Layout(4, 2, 64, 16).spec(CPU, dtype, 8)
+    batch = synthetic_batch(spec, [1, 9, 1], [33, 20, 1])
+    poison(batch, 16, NAN)
+    TritonAttentionBackend(spec).forward(batch.query, batch.kv_cache, batch.metadata, 0.125, batch.output)
+    assert error_of(batch, 0.125) < tolerance(dtype, interpreted=True)
+
+
+@settings(max_examples=12, deadline=None)
+@given(st.data())
+def test_any_batch(data: st.DataObject) -> None:
+    """Any mix of contexts and query lengths, any grouping of heads, any page size."""
+    kv_heads = data.draw(st.integers(1, 3))
+    layout = Layout(
+        kv_heads * data.draw(st.integers(1, 8)),
+        kv_heads,
+        data.draw(st.sampled_from([8, 64, 72, 80, 128])),
+        data.draw(st.sampled_from([16, 32, 64, 128])),
+    )
+    pairs = data.draw(st.lists(st.tuples(st.integers(1, 40), st.integers(0, 90)), min_size=1, max_size=4))
+    batch = poisoned_batch(layout, [q for q, _ in pairs], [q + context for q, context in pairs])
+    backend = TritonAttentionBackend(layout.spec(CPU, torch.float32, 8))
+    backend.forward(batch.query, batch.kv_cache, batch.metadata, 0.1, batch.output)
+    assert error_of(batch, 0.1) < tolerance(torch.float32, interpreted=True)
+
+
+@pytest.mark.parametrize("target_programs", [1, 8, 4096])
+@pytest.mark.parametrize("stated_bound", [140, 100_000])
+def test_any_number_of_splits_gives_the_same(target_programs: int, stated_bound: int) -> None:
+    layout = Layout(6, 2, 64, 16)
+    lengths = [140, 1, 16, 0]
+    batch = poisoned_batch(layout, [1, 1, 1, 0], lengths)
+    scratch = DecodeScratch(CPU, 6, 2, 64, 512)
+    meta = batch.metadata
+    for _ in range(2):  # the second run finds the counters as the first left them
+        batch.output.fill_(NAN)
+        paged_decode(
+            batch.query,
+            batch.kv_cache,
+            meta.block_table,
+            meta.query_start_loc,
+            meta.seq_lens,
+            stated_bound,
+            0.125,
+            batch.output,
+            scratch,
+            config=DecodeConfig(16, 4, 1, target_programs, 16),
+        )
+        assert error_of(batch, 0.125) < tolerance(torch.float32, interpreted=True)
+        assert not scratch.counter.any()
+
+
+def test_long_decodes_of_a_mixed_batch_go_to_split_kv() -> None:
+    layout = Layout(4, 2, 64, 16)
+    batch = poisoned_batch(layout, [1, 5, 1], [90, 8, 3])
+    stated = replace(batch.metadata, max_seq_len=LONG_DECODE)
+    backend = TritonAttentionBackend(layout.spec(CPU, torch.float32, 8))
+    backend.forward(batch.query, batch.kv_cache, stated, 0.125, batch.output)
+    assert error_of(batch, 0.125) < tolerance(torch.float32, interpreted=True)
+
+
+def test_queries_may_be_a_slice_of_the_merged_projection() -> None:
+    layout = Layout(4, 2, 64, 16)
+    for query_lens in ([1, 1], [3, 7]):
+        batch = poisoned_batch(layout, query_lens, [20, 40])
+        merged = torch.randn(batch.query.shape[0], 8 * 64)
+        batch.query = merged[:, : 4 * 64].unflatten(1, (4, 64))
+        backend = TritonAttentionBackend(layout.spec(CPU, torch.float32, 8))
+        backend.forward(batch.query, batch.kv_cache, batch.metadata, 0.125, batch.output)
+        assert error_of(batch, 0.125) < tolerance(torch.float32, interpreted=True)
+
+
+def test_splits_stay_within_the_scratch() -> None:
+    for num_seqs in (1, 2, 3, 7, 64, 512):
+        for kv_heads in (1, 3, 8):
+            scratch = DecodeScratch(CPU, kv_heads, kv_heads, 8, 512)
+            config = DecodeConfig(64, 4, 3, 1056, 64)
+            splits = decode_splits(config, num_seqs, kv_heads, 1 << 20)
+            assert num_seqs * kv_heads * splits * 8 <= scratch.partial.numel()

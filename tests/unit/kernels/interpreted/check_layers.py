@@ -1,0 +1,41 @@
+"""The kernels for eager mode and the GEMV, against fp32."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from benchctl.kernelbench.case import relative_error, tolerance
+from benchctl.kernelbench.layer_cases import layer_cases
+from benchctl.kernelbench.linear_cases import linear_cases
+from server.kernels.norm import add_rms_norm, rms_norm
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_layer_kernels(dtype: torch.dtype) -> None:
+    for case in layer_cases(CPU, dtype, [1, 8], small=True):
+        instance = case.build(5)
+        expected = instance.expected()
+        assert relative_error(instance.run(), expected) < tolerance(dtype, interpreted=True), case
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_gemv(dtype: torch.dtype) -> None:
+    for case in linear_cases(CPU, dtype, [1, 2, 8], small=True):
+        instance = case.build(5)
+        expected = instance.expected()
+        assert relative_error(instance.run(), expected) < tolerance(dtype, interpreted=True), case
+
+
+def test_norm_of_heads_inside_a_wider_row() -> None:
+    merged, weight = torch.randn(3, 5 * 32), torch.randn(32)
+    heads = merged[:, : 2 * 32].unflatten(1, (2, 32))
+    torch.testing.assert_close(rms_norm(heads, weight, 1e-6), rms_norm(heads.contiguous(), weight, 1e-6))
+
+
+def test_empty_batches() -> None:
+    empty, weight = torch.empty(0, 16), torch.ones(16)
+    assert rms_norm(empty, weight, 1e-6).shape == (0, 16)
+    assert add_rms_norm(empty, empty.clone(), weight, 1e-6)[0].shape == (0, 16)

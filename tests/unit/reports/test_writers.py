@@ -1,0 +1,207 @@
+"""What the reports say: figures as measured, dashes for the unknown, and nothing from outside as markup."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import re
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.console import Console
+
+from reports import formatting
+from reports.console import print_report
+from reports.csv import render_csv
+from reports.directory import ResultSet
+from reports.figures import FigureMaker
+from reports.html import chart_sections, choice_text, embed_json, render_html
+from reports.markdown import MAX_CHARACTERS, render_markdown
+from reports.metrics import METRICS
+from reports.schema import CellResult
+from reports.view import View, summarise
+from reports.writers import FORMATS
+from tests.unit.reports import samples
+
+EVIL = "<img src=x onerror=alert(1)></script>|`@everyone*_[x](y)\n=1+1"
+
+
+def only(*results: CellResult) -> ResultSet:
+    return ResultSet(title="t", results=list(results))
+
+
+def unknown_metrics() -> CellResult:
+    """A cell of which nothing but one failure is known."""
+    result = samples.cell("eager", "TORCH_SDPA", 2.0)
+    nothing = samples.unknown("no request was completed")
+    assert result.metrics is not None
+    latencies = ("ttft_s", "ttft_from_sent_s", "itl_s", "itl_per_token_s", "tpot_s", "e2el_s", "client_lag_s")
+    result.metrics = msgspec.structs.replace(result.metrics, **dict.fromkeys(latencies, nothing))
+    result.metrics.throughput = msgspec.structs.replace(
+        result.metrics.throughput, output_tokens_per_s=None, total_tokens_per_s=None, requests_per_s=None
+    )
+    result.metrics.steady_state = None
+    result.metrics.timeseries = {}
+    result.startup = []
+    return result
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (None, "–"),
+        (0.0, "0 s"),
+        (0.00085, "850 µs"),
+        (0.0123, "12.3 ms"),
+        (0.9994, "999 ms"),
+        (0.9996, "1.00 s"),
+        (4.5678, "4.57 s"),
+        (125.2, "2 min 05 s"),
+    ],
+)
+def test_seconds(value: float | None, text: str) -> None:
+    assert formatting.seconds(value) == text
+
+
+def test_other_numbers() -> None:
+    values = (0.0, 0.0123, 4.5678, 45.6, 456.7, 1234.5, None)
+    texts = ["0", "0.0123", "4.57", "45.6", "457", "1,234", "–"]
+    assert [formatting.significant(value) for value in values] == texts
+    assert [formatting.change(value) for value in (0.51, 1.042, 1.0, 2.5, None)] == [
+        "−49%",
+        "+4.2%",
+        "±0.0%",
+        "2.50×",
+        "–",
+    ]
+    assert formatting.byte_size(1.5 * 2**30) == "1.50 GiB"
+
+
+def test_csv_has_raw_numbers_and_empty_fields() -> None:
+    rows = list(csv.DictReader(io.StringIO(render_csv(samples.matrix()))))
+    assert len(rows) == 24
+    measured = next(row for row in rows if row["status"] == "ok")
+    source = next(cell for cell in samples.matrix().results if cell.status == "ok")
+    assert float(measured["ttft_p50_s"]) == METRICS["ttft_p50_s"].read(source)
+    unsupported = next(row for row in rows if row["status"] == "unsupported")
+    assert {unsupported[key] for key in METRICS} == {""}
+    assert unsupported["reason"].startswith("'-"), "a spreadsheet must not take a text for a formula"
+
+
+def test_markdown_fits_a_comment_and_says_problems_first() -> None:
+    text = render_markdown(samples.matrix())
+    assert len(text) < MAX_CHARACTERS
+    assert text.index("### Problems") < text.index("### llama-3.1-8b")
+    assert "| compile · TRITON\\_ATTN | 320 | 9.28 ms |" in text
+    many = ResultSet(title="many", results=[cell for _ in range(60) for cell in samples.matrix().results])
+    for number, cell in enumerate(many.results):
+        cell.config.seed = number // 24
+    assert len(render_markdown(many)) <= MAX_CHARACTERS
+    assert "sections did not fit" in render_markdown(many)
+
+
+def test_the_console_shows_every_status() -> None:
+    console = Console(width=120, file=io.StringIO(), record=True)
+    print_report(samples.matrix(), console)
+    text = console.export_text()
+    for word in ("1 failed", "8 unsupported", "client saturated", "out of memory", "needs the package flash-attn-4"):
+        assert word in text
+
+
+@pytest.mark.parametrize("name", sorted(FORMATS))
+def test_unknown_is_never_zero(name: str) -> None:
+    text = FORMATS[name](only(unknown_metrics()))
+    if name == "html":
+        table = text[text.index('id="cells"') : text.index('id="telemetry"')]
+        row = re.findall(r'<td class="number">(.*?)</td>', table)
+        assert set(row) == {"–", "0", "400"}, "0 failed and 400 completed are known, the rest is not"
+    if name == "csv":
+        row = next(csv.DictReader(io.StringIO(text)))  # type: ignore[assignment]
+        assert row["ttft_p50_s"] == row["output_tokens_per_s"] == row["to_healthy_cold_s"] == ""  # type: ignore[call-overload]
+
+
+@pytest.mark.parametrize("name", sorted(FORMATS))
+def test_an_empty_set_renders(name: str) -> None:
+    assert FORMATS[name](ResultSet(title="empty", results=[]))
+
+
+def evil_cell() -> CellResult:
+    result = samples.cell("eager", "TORCH_SDPA", 2.0, model=EVIL, failed=1)
+    result.config.workload["name"] = EVIL
+    result.cell_id = EVIL
+    result.metrics.errors = {EVIL: 1}  # type: ignore[union-attr]
+    result.telemetry = {"t": [0.0], EVIL: [1.0]}
+    result.startup[0].phases[0].name = EVIL
+    result.provenance.command = [EVIL]
+    result.provenance.gpus = [{"name": EVIL}]
+    return result
+
+
+def test_html_takes_nothing_from_outside_as_markup() -> None:
+    failed = samples.cell("compile", "TORCH_SDPA", 2.0, model=EVIL, status="failed", reason=EVIL, log_tail=[EVIL])
+    page = render_html(ResultSet(title=EVIL, results=[evil_cell(), failed]))
+    own = page[: page.index("<script>/**")] if "<script>/**" in page else page
+    assert "<img" not in own
+    assert page.count("</script>") == page.count("<script>") + page.count('<script type="application/json"')
+    figures = re.search(r'<script type="application/json" id="figures">(.*?)</script>', page, re.DOTALL)
+    assert figures is not None
+    assert "<" not in figures[1]
+    names = json.dumps(json.loads(figures[1]))
+    assert "<img" not in names, "Plotly reads HTML in labels"
+    assert "&lt;img" in names
+
+
+def test_markdown_and_console_take_nothing_from_outside_as_markup() -> None:
+    results = ResultSet(title=EVIL, results=[evil_cell()])
+    text = render_markdown(results)
+    assert "<img" not in text.replace("`<img", "")
+    assert "@everyone" not in text.replace("`", "") or "@\u200beveryone" in text
+    console = Console(width=200, file=io.StringIO())
+    print_report(
+        only(samples.cell("eager", "[red]x[/red]", 2.0, model="[/nope]", status="failed", reason="[b]")), console
+    )
+
+
+@given(st.recursive(st.none() | st.booleans() | st.integers() | st.text(), lambda inner: st.lists(inner)))
+def test_embedded_json_reads_back_and_cannot_end_its_element(value: Any) -> None:
+    text = embed_json(value)
+    assert json.loads(text) == value
+    assert not set("<>&\u2028\u2029") & set(text)
+
+
+def test_embedded_json_refuses_what_is_not_json() -> None:
+    with pytest.raises(ValueError, match="JSON"):
+        embed_json([float("nan")])
+
+
+def test_charts_of_the_sample_matrix() -> None:
+    view = View(samples.matrix())
+    sections = {section.id: section.figures for section in chart_sections(view, FigureMaker(view))}
+    assert list(sections) == ["throughput", "ttft", "percentiles", "frontier", "startup", "time"]
+    frontier = sections["frontier"][0]
+    assert [len(trace["x"]) for trace in frontier.views["TTFT p50"]["data"]] == [4, 4, 4, 3]
+    percentiles = sections["percentiles"][0]
+    assert set(percentiles.views) >= {"TTFT|rate-2", "E2EL|rate-24"}
+    (startup,) = sections["startup"]
+    totals = [0.0] * 8
+    for trace in startup.views[""]["data"]:
+        for row, seconds in zip(trace["y"], trace["x"], strict=True):
+            totals[row] += seconds or 0.0
+    expected = [start.to_first_token_s for cell in view.servers for start in cell.startup]
+    assert sorted(totals) == pytest.approx(sorted(value or 0.0 for value in expected))
+
+
+def test_a_choice_is_compared_with_what_it_replaces() -> None:
+    view = View(samples.matrix())
+    modes = next(choice for choice in summarise(view) if choice.other == "compile")
+    assert (modes.base, modes.pairs) == ("eager", 6)
+    assert modes.ratios["tpot_p50_s"] < 1
+    assert modes.seconds["to_healthy_cold_s"] > 0
+    tones = {label: tone for label, _, tone in choice_text(modes)}
+    assert tones["TPOT p50"] == "better"
+    assert tones["Cold start"] == "worse"
+    assert all({c.base.status, c.other.status} == {"ok"} for c in view.comparisons())
