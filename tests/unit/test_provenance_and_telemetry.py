@@ -14,13 +14,16 @@ import pytest
 
 from benchctl.provenance import collect_provenance, git_state, mask_secrets
 from benchctl.telemetry import MAX_SERIES, CpuUse, SeriesTable, Telemetry, parse_metrics, tree_use
+from server.api.metrics import Metrics
 
+# As prometheus_client writes it: counters are declared with their suffix, their creation times as gauges.
 PAGE = """# TYPE benchctl:num_requests_running gauge
 benchctl:num_requests_running{model_name="m"} 3
-# TYPE benchctl:prompt_tokens counter
+# TYPE benchctl:prompt_tokens_total counter
 benchctl:prompt_tokens_total{model_name="m"} 120
+# TYPE benchctl:prompt_tokens_created gauge
 benchctl:prompt_tokens_created{model_name="m"} 1.7e9
-# TYPE benchctl:request_success counter
+# TYPE benchctl:request_success_total counter
 benchctl:request_success_total{finished_reason="stop",model_name="m"} 4
 benchctl:request_success_total{finished_reason="length",model_name="m"} 5
 # TYPE benchctl:ttft histogram
@@ -68,6 +71,14 @@ def test_metrics_page_becomes_gauges_and_counters() -> None:
     }
     with pytest.raises(ValueError):
         parse_metrics("<html>not metrics</html>")
+
+
+def test_the_bundled_servers_own_page_is_read() -> None:
+    text = Metrics("m").exposition()[0].decode()
+    samples = parse_metrics(text)
+    assert samples["benchctl:num_requests_running"] == 0.0
+    assert samples["benchctl:generation_tokens_total"] == 0.0
+    assert not [name for name in samples if "seconds_bucket" in name or name.endswith("_created")]
 
 
 def test_series_have_equal_length_and_nulls_for_what_is_missing() -> None:

@@ -112,16 +112,29 @@ def test_the_console_shows_every_status() -> None:
         assert word in text
 
 
-@pytest.mark.parametrize("name", sorted(FORMATS))
-def test_unknown_is_never_zero(name: str) -> None:
-    text = FORMATS[name](only(unknown_metrics()))
-    if name == "html":
-        table = text[text.index('id="cells"') : text.index('id="telemetry"')]
-        row = re.findall(r'<td class="number">(.*?)</td>', table)
-        assert set(row) == {"–", "0", "400"}, "0 failed and 400 completed are known, the rest is not"
-    if name == "csv":
-        row = next(csv.DictReader(io.StringIO(text)))  # type: ignore[assignment]
-        assert row["ttft_p50_s"] == row["output_tokens_per_s"] == row["to_healthy_cold_s"] == ""  # type: ignore[call-overload]
+def test_unknown_is_a_dash_beside_what_is_known_in_html() -> None:
+    text = FORMATS["html"](only(unknown_metrics(), samples.cell("compile", "TORCH_SDPA", 2.0)))
+    table = text[text.index('id="cells"') : text.index('id="telemetry"')]
+    first, second = re.findall(r"<tr class=.ok.>(.*?)</tr>", table, re.DOTALL)
+    figures = re.findall(r'<td class="number">(.*?)</td>', first)
+    assert set(figures) == {"–", "0", "400"}, "0 failed and 400 completed are known, the rest is not"
+    assert "–" not in re.findall(r'<td class="number">(.*?)</td>', second)
+
+
+def test_a_metric_that_no_cell_has_is_not_a_column() -> None:
+    text = FORMATS["html"](only(unknown_metrics()))
+    table = text[text.index('id="cells"') : text.index('id="telemetry"')]
+    assert re.findall(r'<td class="number">(.*?)</td>', table) == ["400", "0"]
+
+
+def test_unknown_is_an_empty_field_in_csv() -> None:
+    row = next(csv.DictReader(io.StringIO(FORMATS["csv"](only(unknown_metrics())))))
+    assert row["ttft_p50_s"] == row["output_tokens_per_s"] == row["to_healthy_cold_s"] == ""
+
+
+def test_unknown_is_a_dash_in_markdown() -> None:
+    text = FORMATS["md"](only(unknown_metrics()))
+    assert "| eager · TORCH\\_SDPA | – | – | – | – | – | – | – |" in text
 
 
 @pytest.mark.parametrize("name", sorted(FORMATS))
