@@ -27,6 +27,7 @@ import msgspec
 from server.config import ServerConfig
 from server.errors import UserError
 from server.logs import configure_logging
+from server.pulse import Pulse
 from server.timeline import Span, Timeline, process_start_ns
 
 _PR_SET_PDEATHSIG = 1
@@ -70,6 +71,8 @@ class ConfigMessage(msgspec.Struct, tag="config"):
     config: ServerConfig
     listen_fd: int | None = None
     """API process: the bound, not yet listening socket, inherited."""
+    pulse: tuple[int, int] | None = None
+    """Inherited file descriptor and slot of the page that the process' main loop beats into (see `server.pulse`)."""
 
 
 class DrainMessage(msgspec.Struct, tag="drain"):
@@ -106,6 +109,12 @@ class Child:
             raise RuntimeError(f"first control message must be the configuration, got {type(message).__name__}")
         self.config = message.config
         self.listen_fd = message.listen_fd
+        self._pulse = Pulse(*message.pulse) if message.pulse is not None else None
+
+    def beat(self) -> None:
+        """The main loop turns. Once begun, at least every second: a process that falls silent is killed."""
+        if self._pulse is not None:
+            self._pulse.beat()
 
     def send(self, message: StatusMessage) -> None:
         data = self._encoder.encode(message) + b"\n"

@@ -40,9 +40,11 @@ from server.child import (
 )
 from server.config import ServerConfig
 from server.listen import bind_socket
+from server.pulse import Pulse, create_pulse_fd
 from server.runtime_dir import create_runtime_dir
 from server.startup import StartupTimeline, join_timeline
 from server.timeline import Timeline
+from server.watchdog import CHECK_INTERVAL_S, Watch
 
 _TAIL_LINES = 40
 # After a child died the API process has this long to send error events to its streams before everything is killed.
@@ -68,12 +70,14 @@ class Observer(Protocol):
 class _Process:
     """One child and the supervisor's ends of its pipes."""
 
-    def __init__(self, name: str, module: str, index: int, pass_fds: tuple[int, ...] = ()) -> None:
+    def __init__(self, name: str, module: str, index: int, pulse: tuple[int, int], listen_fd: int | None) -> None:
         status_read, status_write = os.pipe()
         control_read, control_write = os.pipe()
         self.name = name
         self.ready = False
         self.failure: FailedMessage | None = None
+        self.verdict: str | None = None
+        """Why the watchdog killed it."""
         self.tail: collections.deque[str] = collections.deque(maxlen=_TAIL_LINES)
         self._control_fd = control_write
         self.status_buffer = bytearray()
@@ -87,7 +91,7 @@ class _Process:
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
-                pass_fds=(status_write, control_read, *pass_fds),
+                pass_fds=[fd for fd in (status_write, control_read, pulse[0], listen_fd) if fd is not None],
                 start_new_session=True,
             )
         finally:
@@ -97,6 +101,7 @@ class _Process:
         self.output: BinaryIO = self.popen.stdout  # type: ignore[assignment]
         self.status_fd = status_read
         self.pidfd = os.pidfd_open(self.popen.pid)
+        self.watch = Watch(self.popen.pid, Pulse(*pulse))
         os.set_blocking(status_read, False)
         os.set_blocking(self.output.fileno(), False)
 
@@ -117,6 +122,7 @@ class _Process:
         for fd in (self._control_fd, self.status_fd, self.pidfd):
             os.close(fd)
         self.output.close()
+        self.watch.close()
 
 
 class Supervisor:
@@ -135,6 +141,7 @@ class Supervisor:
         self._deadline: float | None = None
         self._draining = False
         self._is_ready = False
+        self._watched_at = 0.0
 
     def run(self, on_ready: Callable[[str], None] | None = None) -> int:
         """Start everything, serve until a signal or a death, stop everything.
@@ -167,23 +174,28 @@ class Supervisor:
             shutil.rmtree(runtime_dir, ignore_errors=True)
 
     def _spawn(self, listener: socket.socket) -> None:
-        with self.timeline.span("spawn"):
+        with self.timeline.span("spawn"), contextlib.ExitStack() as stack:
+            pulse_fd = create_pulse_fd()
+            stack.callback(os.close, pulse_fd)
             plan = [("worker-0", "server.worker", 0), ("engine", "server.engine", 0)]
             plan += [(f"api-{i}", "server.api", i) for i in range(self.config.api.api_server_count)]
-            for name, module, index in plan:
-                is_api = module == "server.api"
-                process = _Process(name, module, index, (listener.fileno(),) if is_api else ())
+            for slot, (name, module, index) in enumerate(plan):
+                listen_fd = listener.fileno() if module == "server.api" else None
+                process = _Process(name, module, index, (pulse_fd, slot), listen_fd)
                 self._processes.append(process)
-                process.send(ConfigMessage(self.config, listener.fileno() if is_api else None))
+                process.send(ConfigMessage(self.config, listen_fd, (pulse_fd, slot)))
                 self._selector.register(process.status_fd, selectors.EVENT_READ, lambda p=process: self._read_status(p))
                 self._selector.register(process.output, selectors.EVENT_READ, lambda p=process: self._read_output(p))
                 self._selector.register(process.pidfd, selectors.EVENT_READ, lambda p=process: self._on_exit(p))
 
     def _loop(self, runtime_dir: Path, on_ready: Callable[[str], None] | None) -> int:
         while True:
-            timeout = None if self._deadline is None else max(0.0, self._deadline - time.monotonic())
+            timeout = CHECK_INTERVAL_S
+            if self._deadline is not None:
+                timeout = min(timeout, max(0.0, self._deadline - time.monotonic()))
             for key, _ in self._selector.select(timeout):
                 key.data()
+            self._watch()
             if not self._is_ready and self._processes and all(p.ready for p in self._processes):
                 self._is_ready = True
                 self._become_ready(runtime_dir)
@@ -199,6 +211,17 @@ class Supervisor:
                 return 0
             if self._deadline is not None and time.monotonic() >= self._deadline:
                 return self._exit_code() if self._failed is not None else 0
+
+    def _watch(self) -> None:
+        """Kill children that live but do nothing; what a death leads to then follows."""
+        now = time.monotonic()
+        if now - self._watched_at < CHECK_INTERVAL_S:
+            return
+        self._watched_at = now
+        for process in self._processes:
+            if process.verdict is None and process.alive and (verdict := process.watch.check(now)) is not None:
+                process.verdict = verdict
+                process.kill()
 
     def _become_ready(self, runtime_dir: Path) -> None:
         timeline = join_timeline(self.timeline.spans, self.config.exec_time_ns, time.monotonic_ns())
@@ -259,7 +282,10 @@ class Supervisor:
         if expected or self._failed is not None:
             return
         self._failed = process
-        text = process.failure.text if process.failure else f"{process.name} {_how_it_ended(process.popen.returncode)}"
+        if process.failure is not None:
+            text = process.failure.text
+        else:
+            text = f"{process.name} {process.verdict or _how_it_ended(process.popen.returncode)}"
         self.observer.on_failure(text, [] if process.failure and process.failure.user_error else list(process.tail))
         self._deadline = time.monotonic() + (_FAILURE_GRACE_S if self._is_ready else 0.0)
         for api in self._apis():

@@ -28,6 +28,7 @@ from server.models.registry import resolve_model
 _log = logging.getLogger(__name__)
 _BACKLOG = 4096
 _KEEP_ALIVE_S = 75
+_BEAT_INTERVAL_S = 1.0
 # Time for error events to reach clients before a process that can serve no more exits.
 _DEATH_GRACE_S = 0.5
 # What an aborted stream gets to write its last event after the drain timeout.
@@ -99,7 +100,7 @@ class _Lifecycle:
         )
         with child.timeline.span("port-open"):
             server, serving = await self._open(state)
-        tasks = [asyncio.create_task(client.run()), asyncio.create_task(state.streams.watch())]
+        tasks = [asyncio.create_task(work) for work in (client.run(), state.streams.watch(), _beat(child))]
         child.ready(
             max_model_len=ready.max_model_len,
             num_blocks=ready.num_blocks,
@@ -155,6 +156,13 @@ class _Lifecycle:
                 raise RuntimeError("the HTTP server ended before it had begun")
             await asyncio.sleep(0.001)
         return server, serving
+
+
+async def _beat(child: Child) -> None:
+    """Tell the supervisor that the event loop turns, for ever."""
+    while True:
+        child.beat()
+        await asyncio.sleep(_BEAT_INTERVAL_S)
 
 
 async def _first(*futures: asyncio.Future[Any]) -> None:

@@ -23,6 +23,10 @@ from server.ipc.worker_to_engine import ControlDone, FromWorker, StepResult, Wor
 
 logger = logging.getLogger(__name__)
 
+STEP_LIMIT_S = 300.0
+"""vLLM's default for VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS."""
+# Longest turn of the loop: the supervisor takes one that does not turn for dead.
+_TURN_MS = 1000
 _WORKER_COMMANDS = ("start_profile", "stop_profile")
 
 
@@ -47,6 +51,7 @@ class EngineCore:
         self._num_jit_events = 0
         self._control_clients: dict[int, tuple[int, int]] = {}
         self._next_control = 0
+        self._silence_s = 0.0
 
     def start(self) -> None:
         """Wait until the worker can run steps. Requests that come meanwhile wait in the socket."""
@@ -78,9 +83,12 @@ class EngineCore:
     def run(self) -> None:
         """One turn per event: sleeps when there is nothing to do or both steps are with the worker."""
         while True:
+            self.child.beat()
             before = time.perf_counter()
-            events = dict(self._poller.poll())
-            self._seconds["wait"] += time.perf_counter() - before
+            events = dict(self._poller.poll(_TURN_MS))
+            waited = time.perf_counter() - before
+            self._seconds["wait"] += waited
+            self._check_worker(waited, heard=self._from_worker.socket in events)
             if self._from_api.socket in events:
                 for message in _drain(self._from_api):
                     self._handle_request(message)
@@ -88,6 +96,18 @@ class EngineCore:
                 for result in _drain(self._from_worker):
                     self._handle_result(result)
             self._supply()
+
+    def _check_worker(self, waited_s: float, *, heard: bool) -> None:
+        """Raises RuntimeError when the worker owes a step for longer than any step can take.
+
+        Turns are summed up, each for no more than it was meant to last, so that a suspended machine is not blamed.
+        """
+        if heard or not self.scheduler.num_in_flight:
+            self._silence_s = 0.0
+            return
+        self._silence_s += min(waited_s, _TURN_MS / 1000)
+        if self._silence_s > STEP_LIMIT_S:
+            raise RuntimeError(f"the worker has not finished a step within {STEP_LIMIT_S:g} s")
 
     def _supply(self) -> None:
         """Schedule until the worker has as many steps as it may have."""
