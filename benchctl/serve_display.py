@@ -84,6 +84,9 @@ class ConsoleObserver:
         # The tail was printed as it came; on a failure the reason must be the last thing on the screen.
         self._print(f"benchctl: {text}")
 
+    def on_restart(self, pause_s: float) -> None:
+        self._print(f"Restarting in {pause_s:g} s")
+
     def close(self) -> None:
         if self._progress is not None:
             self._progress.stop()
@@ -123,6 +126,9 @@ class JsonObserver:
 
     def on_failure(self, text: str, tail: list[str]) -> None:
         self._write("error", "supervisor", text, tail=tail)
+
+    def on_restart(self, pause_s: float) -> None:
+        self._write("info", "supervisor", f"restarting in {pause_s:g} s")
 
     def close(self) -> None:
         """Nothing is held open."""

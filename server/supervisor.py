@@ -66,6 +66,10 @@ class Observer(Protocol):
 
     def on_failure(self, text: str, tail: list[str]) -> None: ...
 
+    def on_restart(self, pause_s: float) -> None: ...
+
+    def close(self) -> None: ...
+
 
 class _Process:
     """One child and the supervisor's ends of its pipes."""
@@ -140,8 +144,13 @@ class Supervisor:
         self._failed: _Process | None = None
         self._deadline: float | None = None
         self._draining = False
-        self._is_ready = False
+        self.ready_at: float | None = None
+        """Monotonic seconds when the server became ready; None: not yet."""
         self._watched_at = 0.0
+
+    @property
+    def is_ready(self) -> bool:
+        return self.ready_at is not None
 
     def run(self, on_ready: Callable[[str], None] | None = None) -> int:
         """Start everything, serve until a signal or a death, stop everything.
@@ -196,12 +205,12 @@ class Supervisor:
             for key, _ in self._selector.select(timeout):
                 key.data()
             self._watch()
-            if not self._is_ready and self._processes and all(p.ready for p in self._processes):
-                self._is_ready = True
+            if not self.is_ready and self._processes and all(p.ready for p in self._processes):
+                self.ready_at = time.monotonic()
                 self._become_ready(runtime_dir)
                 if on_ready is not None:
                     on_ready(self.url)
-            if self._signals and (not self._is_ready or len(self._signals) > 1):
+            if self._signals and (not self.is_ready or len(self._signals) > 1):
                 return 128 + self._signals[-1]
             if self._signals and not self._draining:
                 self._begin_drain()
@@ -287,7 +296,7 @@ class Supervisor:
         else:
             text = f"{process.name} {process.verdict or _how_it_ended(process.popen.returncode)}"
         self.observer.on_failure(text, [] if process.failure and process.failure.user_error else list(process.tail))
-        self._deadline = time.monotonic() + (_FAILURE_GRACE_S if self._is_ready else 0.0)
+        self._deadline = time.monotonic() + (_FAILURE_GRACE_S if self.is_ready else 0.0)
         for api in self._apis():
             api.send(PeerDiedMessage(text))
 

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import time
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
 from server import config as c
 from server.errors import UserError
 from server.timeline import Timeline, process_start_ns
+
+if TYPE_CHECKING:
+    from server.restart import Outcome
+    from server.startup import StartupTimeline
+    from server.supervisor import Observer
 
 _MODEL = "Model"
 _CACHE = "KV cache"
@@ -130,6 +137,13 @@ def serve(
     shutdown_timeout: Annotated[
         float, typer.Option(min=0.0, help="Seconds for requests in flight at SIGTERM.", rich_help_panel=_API)
     ] = 10.0,
+    restart: Annotated[
+        Literal["no", "on-failure"],
+        typer.Option(
+            help="on-failure: start again when a server that was ready dies, after 1, 2, 4 ... 60 s.",
+            rich_help_panel=_API,
+        ),
+    ] = "no",
     log_format: Annotated[
         Literal["text", "json"], typer.Option(help="Format of stderr.", rich_help_panel=_API)
     ] = "text",
@@ -200,35 +214,81 @@ def serve(
         for line in explain(config):
             typer.echo(line)
         return
-    raise typer.Exit(_run(config, ready_file, startup_json, startup_trace))
+    files = _ReadyFiles(ready_file, startup_json, startup_trace)
+    if restart == "no":
+        raise typer.Exit(_run(config, files).exit_code)
+    raise typer.Exit(_run_again_on_failure(config, files))
 
 
-def _run(config: c.ServerConfig, ready_file: Path | None, startup_json: Path | None, startup_trace: Path | None) -> int:
-    import msgspec
+@dataclass(frozen=True)
+class _ReadyFiles:
+    """What is written once the model answers."""
 
+    ready_file: Path | None
+    startup_json: Path | None
+    startup_trace: Path | None
+
+    def write(self, url: str, timeline: StartupTimeline) -> None:
+        import msgspec
+
+        from server.startup import chrome_trace
+
+        if self.startup_json is not None:
+            _write_atomically(self.startup_json, msgspec.json.encode(timeline))
+        if self.startup_trace is not None:
+            _write_atomically(self.startup_trace, json.dumps(chrome_trace(timeline)).encode())
+        if self.ready_file is not None:
+            ready = {"url": url, "port": _port_of(url), "pid": os.getpid()}
+            _write_atomically(self.ready_file, json.dumps(ready).encode())
+
+
+def _port_of(url: str) -> int:
+    return int(url.rpartition(":")[2])
+
+
+def _observer(config: c.ServerConfig) -> Observer:
     from benchctl.serve_display import ConsoleObserver, JsonObserver
-    from server.startup import chrome_trace, join_timeline
+
+    return JsonObserver() if config.api.log_format == "json" else ConsoleObserver()
+
+
+def _run(config: c.ServerConfig, files: _ReadyFiles) -> Outcome:
+    """One server from start to end."""
+    from server.restart import Outcome
+    from server.startup import join_timeline
     from server.supervisor import Supervisor
 
     timeline = Timeline("supervisor")
     timeline.add("imports", config.exec_time_ns, time.monotonic_ns())
-    observer = JsonObserver() if config.api.log_format == "json" else ConsoleObserver()
+    observer = _observer(config)
     supervisor = Supervisor(config, observer, timeline)
 
     def on_ready(url: str) -> None:
-        joined = join_timeline(timeline.spans, config.exec_time_ns, time.monotonic_ns())
-        if startup_json is not None:
-            _write_atomically(startup_json, msgspec.json.encode(joined))
-        if startup_trace is not None:
-            _write_atomically(startup_trace, json.dumps(chrome_trace(joined)).encode())
-        if ready_file is not None:
-            ready = {"url": url, "port": int(url.rpartition(":")[2]), "pid": os.getpid()}
-            _write_atomically(ready_file, json.dumps(ready).encode())
+        # Who asked for any free port finds a restarted server where the first one was.
+        config.api.port = _port_of(url)
+        files.write(url, join_timeline(timeline.spans, config.exec_time_ns, time.monotonic_ns()))
 
     try:
-        return supervisor.run(on_ready)
+        code = supervisor.run(on_ready)
     finally:
         observer.close()
+    return Outcome(code, None if supervisor.ready_at is None else time.monotonic() - supervisor.ready_at)
+
+
+def _run_again_on_failure(config: c.ServerConfig, files: _ReadyFiles) -> int:
+    from server.restart import run_with_restarts
+
+    def announce(pause_s: float) -> None:
+        _observer(config).on_restart(pause_s)
+
+    runs = itertools.count()
+
+    def run() -> Outcome:
+        if next(runs):
+            config.exec_time_ns = time.monotonic_ns()  # the start-up of another server begins when it is due
+        return _run(config, files)
+
+    return run_with_restarts(run, announce)
 
 
 def _write_atomically(path: Path, data: bytes) -> None:
