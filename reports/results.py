@@ -72,11 +72,13 @@ def write_bytes(path: Path, data: bytes) -> Path:
             os.fsync(file.fileno())
         os.chmod(temporary, 0o644)
         os.replace(temporary, path)
-    except OSError as error:
+    except BaseException as error:
         if temporary is not None:
             with contextlib.suppress(OSError):
                 os.unlink(temporary)
-        raise UserError(explain_os_error(path, error)) from error
+        if isinstance(error, OSError):
+            raise UserError(explain_os_error(path, error)) from error
+        raise
     return path
 
 

@@ -21,6 +21,10 @@ class Interrupts:
         self._cancel: threading.Event | None = None
         self._before: dict[int, object] = {}
 
+    def shield(self) -> contextlib.AbstractContextManager[None]:
+        """For short steps that a first signal must not tear, such as writing a result; `requested` says it came."""
+        return self.graceful(threading.Event())
+
     @contextlib.contextmanager
     def graceful(self, cancel: threading.Event) -> Iterator[None]:
         self._cancel = cancel

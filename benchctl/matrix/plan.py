@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fnmatch
 import hashlib
 from typing import Any
 
@@ -47,7 +48,7 @@ class Plan(msgspec.Struct, kw_only=True, frozen=True):
 def plan_matrix(suite: Suite) -> Plan:
     """All cells of a suite, grouped by server. Pure: nothing is built or started.
 
-    Raises UserError: a load that no model takes, or a reference figure for a cell that does not exist.
+    Raises UserError: no load for any model, the same cell twice, or patterns in `only` that no cell matches.
     """
     servers = []
     for engine in suite.engines:
@@ -75,12 +76,36 @@ def plan_matrix(suite: Suite) -> Plan:
                 servers.append(ServerPlan(name=name, cells=_cells(name, config, loads)))
     if not servers:
         raise UserError(f"suite {suite.name}: no load is meant for any of the models {', '.join(suite.models)}")
+    servers = _select(servers, suite)
     return Plan(
         suite=suite,
         digest=hashlib.sha256(msgspec.json.encode(suite, order="deterministic")).hexdigest(),
         servers=servers,
-        reference=_reference(suite),
+        reference=_reference(suite, {cell.id for server in servers for cell in server.cells}),
     )
+
+
+def _select(servers: list[ServerPlan], suite: Suite) -> list[ServerPlan]:
+    """The cells that match a pattern of `only`, and their servers."""
+    if not suite.only:
+        return servers
+    selected = []
+    for server in servers:
+        cells = [cell for cell in server.cells if any(fnmatch.fnmatchcase(cell.id, pattern) for pattern in suite.only)]
+        if cells:
+            selected.append(ServerPlan(name=server.name, cells=cells))
+    if not selected:
+        raise UserError(f"suite {suite.name}: only = {suite.only} matches no cell; `--plan` without it shows their ids")
+    return selected
+
+
+def traffic_seed(suite_seed: int, traffic: str) -> int:
+    """Seed of the cells that replay `traffic` (load and arrival, e.g. `sharegpt-like/rate-4`), 32 bits.
+
+    Every server gets the same requests for the same traffic, but no request twice: prompts of an earlier cell would
+    be found in the prefix cache.
+    """
+    return int(hashlib.sha256(f"{suite_seed}/{traffic}".encode()).hexdigest()[:8], 16)
 
 
 def arrival_label(arrival: dict[str, Any]) -> str:
@@ -104,10 +129,16 @@ def _cells(server_name: str, base: CellConfig, loads: list[Load]) -> list[Cell]:
     taken: set[str] = set()
     for load in loads:
         for arrival in load.arrivals:
+            traffic = f"{load.label or load.workload['name']}/{arrival_label(arrival)}"
             config = msgspec.structs.replace(
-                base, workload=load.workload, arrival=arrival, endpoint=load.endpoint, slos=load.slos
+                base,
+                workload=load.workload,
+                arrival=arrival,
+                endpoint=load.endpoint,
+                seed=traffic_seed(base.seed, traffic),
+                slos=load.slos,
             )
-            name = f"{server_name}/{load.label or load.workload['name']}/{arrival_label(arrival)}"
+            name = f"{server_name}/{traffic}"
             digest = config_digest(config)
             if name in taken:
                 name = f"{name}-{digest[:8]}"
@@ -118,7 +149,8 @@ def _cells(server_name: str, base: CellConfig, loads: list[Load]) -> list[Cell]:
     return cells
 
 
-def _reference(suite: Suite) -> list[ReferenceFigure]:
+def _reference(suite: Suite, planned: set[str]) -> list[ReferenceFigure]:
+    """Figures for the cells that are run; the rest of the table is of no use to this report."""
     if suite.reference is None:
         return []
     return [
@@ -131,4 +163,5 @@ def _reference(suite: Suite) -> list[ReferenceFigure]:
             target=row.target,
         )
         for row in suite.reference.rows
+        if row.cell in planned
     ]

@@ -7,6 +7,7 @@ import shutil
 import tempfile
 import threading
 import time
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
@@ -20,7 +21,7 @@ from benchctl.matrix.progress import Progress
 from benchctl.matrix.suite import StartKind
 from benchctl.matrix.traffic import Traffic
 from benchctl.provenance import collect_provenance, utc_now
-from benchctl.targets import RunningServer, TargetError
+from benchctl.targets import RunningServer, TargetError, TargetFailed
 from benchctl.targets.base import slug
 from benchctl.telemetry import Telemetry
 from reports.directory import ResultSet
@@ -96,9 +97,10 @@ class MatrixRunner:
         results written until then stay). No server survives, whichever way it ends.
         """
         self._make_output()
-        index = self._write_index()
         if self._resume:
             self._read_finished()
+        self._remove_stale()
+        index = self._write_index()
         self._observer.on_plan(self.plan, list(self._results.values()))
         with self._interrupts:
             try:
@@ -141,17 +143,29 @@ class MatrixRunner:
 
     def _read_finished(self) -> None:
         for cell in self.plan.cells:
-            path = self.output / result_name(cell.id)
-            if path.is_file():
-                result = read_result(path)
+            with contextlib.suppress(UserError):  # a result that cannot be read is measured again
+                result = read_result(self.output / result_name(cell.id))
                 if result.status == "ok" and result.config_digest == cell.digest:
                     self._results[cell.id] = result
+
+    def _remove_stale(self) -> None:
+        """Results of an earlier run must not stand for cells that this one does not reach."""
+        for cell in self.plan.cells:
+            if cell.id not in self._results:
+                for path in (self.output / result_name(cell.id), self._records_path(cell)):
+                    try:
+                        path.unlink(missing_ok=True)
+                    except OSError as error:
+                        raise UserError(explain_os_error(path, error)) from error
+
+    def _records_path(self, cell: Cell) -> Path:
+        return self.output / (result_name(cell.id).removesuffix(".json") + ".records")
 
     def _run_server(self, plan: ServerPlan) -> None:
         starts: list[StartupReport] = []
         waiting = [cell for cell in plan.cells if cell.id not in self._results]
         with contextlib.ExitStack() as stack:
-            caches = Path(tempfile.mkdtemp(prefix="benchctl-caches-"))
+            caches = _make_caches()
             stack.callback(shutil.rmtree, caches, ignore_errors=True)
             try:
                 server = self._start(plan, caches, starts)
@@ -184,13 +198,16 @@ class MatrixRunner:
             shutil.rmtree(caches, ignore_errors=True)
             caches.mkdir(mode=0o700)
         self._observer.on_start(plan, kind)
-        server = self._launch_target(
-            plan.config,
-            log_dir=self.output / "logs",
-            cold_caches=None if plan.config.engine == "url" else caches,
-            timeout_s=self.plan.suite.start_timeout_s,
-            log_name=f"{slug(plan.name)}-{kind}-{len(starts)}.log",
-        )
+        try:
+            server = self._launch_target(
+                plan.config,
+                log_dir=self.output / "logs",
+                cold_caches=None if plan.config.engine == "url" else caches,
+                timeout_s=self.plan.suite.start_timeout_s,
+                log_name=f"{slug(plan.name)}-{kind}-{len(starts)}.log",
+            )
+        except UserError as error:  # of this server alone; the others may be well
+            raise TargetFailed(str(error)) from error
         if server.startup is not None:
             starts.append(server.startup)
         self._observer.on_started(plan, server.startup)
@@ -200,7 +217,7 @@ class MatrixRunner:
         traffic = self._traffic[cell.id]
         self._observer.on_cell(cell, traffic)
         cancel, late = threading.Event(), threading.Event()
-        records = self.output / (result_name(cell.id).removesuffix(".json") + ".records")
+        records = self._records_path(cell)
 
         def expire() -> None:
             late.set()
@@ -211,6 +228,7 @@ class MatrixRunner:
         began = time.monotonic()
         metrics: LoadMetrics | None = None
         problem: str | None = None
+        trace: list[str] = []
         telemetry = Telemetry(pid=server.pid, url=server.url)
         with telemetry:
             timer.start()
@@ -226,6 +244,9 @@ class MatrixRunner:
                     )
             except UserError as error:
                 problem = str(error)
+            except Exception as error:  # a defect in one cell must not cost the hours of the others
+                problem = f"internal error: {type(error).__name__}: {error}"
+                trace = traceback.format_exc().splitlines()
             finally:
                 timer.cancel()
         status, reason = self._verdict(metrics, problem, server, late=late.is_set())
@@ -233,7 +254,7 @@ class MatrixRunner:
             cell,
             status,
             reason,
-            log_tail=server.log_tail() if status == "failed" else [],
+            log_tail=trace or (server.log_tail() if status == "failed" else []),
             startup=starts,
             metrics=metrics,
             server=server,
@@ -295,6 +316,15 @@ class MatrixRunner:
             raw_records=records.name if records else None,
             duration_s=duration_s,
         )
-        self._results[cell.id] = result
-        write_result(result, self.output)
-        self._observer.on_result(result)
+        with self._interrupts.shield():
+            write_result(result, self.output)
+            self._results[cell.id] = result
+            self._observer.on_result(result)
+
+
+def _make_caches() -> Path:
+    """A private directory for compiler caches that are to be cold."""
+    try:
+        return Path(tempfile.mkdtemp(prefix="benchctl-caches-"))
+    except OSError as error:
+        raise UserError(explain_os_error(Path(tempfile.gettempdir()), error)) from error

@@ -8,7 +8,7 @@ import tomllib
 from collections.abc import Sequence
 from importlib import resources
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args, get_type_hints
 
 import msgspec
 
@@ -24,7 +24,8 @@ class Load(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     workload: dict[str, Any]
     """Specification for `workloads.build_workload`, its name under "name"."""
     arrivals: list[dict[str, Any]]
-    """Specifications for `workloads.arrivals.build_schedule`, each process under "name"."""
+    """Specifications for `workloads.arrivals.build_schedule`, each process under "name"; a list for `rate` or
+    `concurrency` is a sweep: one cell per value."""
     label: str | None = None
     """Part of the cells' ids; default: the workload's name."""
     endpoint: Literal["completions", "chat"] = "completions"
@@ -71,6 +72,8 @@ class Suite(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     """Timed starts of each kind."""
     start_timeout_s: float = 900.0
     cell_timeout_s: float = 900.0
+    only: list[str] = []
+    """Shell patterns of cell ids; when given, cells that match none are left out."""
     reference: ReferenceTable | None = None
 
 
@@ -86,13 +89,14 @@ def load_suite(name_or_file: str, assignments: Sequence[str] = ()) -> Suite:
 
     Raises UserError: no such suite, broken TOML (line and column), unknown keys, values that cannot be.
     """
-    where, text = _find(name_or_file)
+    where, text = suite_text(name_or_file)
     try:
         data = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         lines = text.split("\n")
         end = f"at line {len(lines)}, column {len(lines[-1]) + 1}, the end of the file"
         raise UserError(f"{where}: invalid TOML: {str(error).replace('at end of document', end)}") from None
+    written_models = data["models"] if isinstance(data.get("models"), list) else []
     for assignment in assignments:
         _assign(data, assignment)
     for key in ("models", "loads"):
@@ -102,11 +106,15 @@ def load_suite(name_or_file: str, assignments: Sequence[str] = ()) -> Suite:
     if not suite.name:
         suite.name = Path(name_or_file).stem
     _check(suite, where)
+    # A load may be meant for a model that `--set models=...` left out.
+    known_models = [*suite.models, *written_models]
+    for number, load in enumerate(suite.loads):
+        _check_names(load.models or [], known_models, f"{where}: loads[{number}]: model")
     return suite
 
 
-def _find(name_or_file: str) -> tuple[str, str]:
-    """(how messages refer to it, its text)"""
+def suite_text(name_or_file: str) -> tuple[str, str]:
+    """(how messages refer to the suite, its TOML text). Raises UserError when there is no such suite."""
     path = Path(name_or_file).expanduser()
     looks_like_path = path.suffix == ".toml" or "/" in name_or_file
     if not looks_like_path:
@@ -168,7 +176,7 @@ def _check(suite: Suite, where: str) -> None:
     _check_names(suite.engines, ENGINES, f"{where}: engine")
     _check_names(suite.modes, ("compile", "eager"), f"{where}: mode")
     _check_names(suite.backends, ("auto", "FLASH_ATTN", "TRITON_ATTN", "TORCH_SDPA"), f"{where}: attention backend")
-    _check_names(suite.server, _serve_flags(), f"{where}: server flag")
+    _check_server_flags(suite.server, where)
     if suite.starts[0] == "warm":
         raise UserError(f'{where}: `starts`: a warm start needs a cold one before it: starts = ["cold", "warm"]')
     for key in ("start_repeats", "start_timeout_s", "cell_timeout_s"):
@@ -182,8 +190,7 @@ def _check(suite: Suite, where: str) -> None:
             raise UserError(f"{at}: `workload.name` is missing")
         if not load.arrivals:
             raise UserError(f"{at}: `arrivals` is empty; nothing would run")
-        if load.models is not None:
-            _check_names(load.models, suite.models, f"{at}: model")
+        load.arrivals = [swept for arrival in load.arrivals for swept in _sweep(arrival, at)]
 
 
 def _check_names(names: Any, known: Any, what: str) -> None:
@@ -192,10 +199,38 @@ def _check_names(names: Any, known: Any, what: str) -> None:
             raise UserError(f"{what} {name!r} is unknown; {near_matches(str(name), known)}")
 
 
-def _serve_flags() -> set[str]:
-    """Flags of `benchctl serve` that a suite may set: those that the matrix does not set itself."""
+def _sweep(arrival: dict[str, Any], at: str) -> list[dict[str, Any]]:
+    """One specification per value of a list under `rate` or `concurrency`; the specification itself without one."""
+    lists = [key for key in ("rate", "concurrency") if isinstance(arrival.get(key), list)]
+    if not lists:
+        return [arrival]
+    key = lists[0]
+    values = arrival[key]
+    if not values or len(set(map(str, values))) != len(values):
+        raise UserError(f"{at}: arrival `{key}` = {values}: a sweep needs different values, at least one")
+    return [{**arrival, key: value} for value in values]
+
+
+def _check_server_flags(server: dict[str, Any], where: str) -> None:
+    """Names, types and bounds of the flags of `benchctl serve` that a suite may set."""
     from benchctl.commands.serve import serve
 
+    # These the matrix sets itself.
     ours = {"model", "mode", "enforce_eager", "attention_backend", "host", "port", "api_key", "ready_file"}
     ours |= {"compilation_cache_dir", "explain_cache", "startup_json", "startup_trace"}
-    return set(inspect.signature(serve).parameters) - ours
+    hints = get_type_hints(serve, include_extras=True)
+    _check_names(server, set(inspect.signature(serve).parameters) - ours, f"{where}: server flag")
+    for name, value in server.items():
+        type_, *extras = get_args(hints[name])
+        try:
+            msgspec.convert(value, type_)
+        except msgspec.ValidationError as error:
+            raise UserError(f"{where}: server.{name} = {value!r}: {error}") from None
+        low, high = (next((getattr(extra, side, None) for extra in extras), None) for side in ("min", "max"))
+        if isinstance(value, int | float) and not (low or value) <= value <= (high or value):
+            raise UserError(f"{where}: server.{name} = {value!r}: must be {_bounds(low, high)}")
+
+
+def _bounds(low: float | None, high: float | None) -> str:
+    parts = [f"at least {low:g}" if low is not None else "", f"at most {high:g}" if high is not None else ""]
+    return " and ".join(part for part in parts if part)

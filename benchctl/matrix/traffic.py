@@ -2,18 +2,28 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import msgspec
 
 from benchctl.matrix.plan import Cell
 from reports.schema import CellConfig, WorkloadInfo
+from server.config import ModelOptions
 from server.errors import UserError
+from server.models.registry import PRESETS, models_dir, resolve_model
 from workloads import build_workload
 from workloads.arrivals import Schedule, build_schedule
 from workloads.base import Workload
+from workloads.token_ids import request_timestamps
 from workloads.tokenizer import TokenizerLike, load_tokenizer
+
+_WITH_TOKEN_IDS = ("synthetic", "sharegpt-like", "trace")
+"""Workloads that can send token ids and take `vocab_size`."""
+_FROM_FILES = ("sharegpt", "custom")
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,59 +37,98 @@ class TrafficFactory:
     """Builds each distinct workload and schedule of a matrix once."""
 
     def __init__(self) -> None:
+        self._local: dict[str, bool] = {}
         self._tokenizers: dict[str, TokenizerLike | None] = {}
-        self._workloads: dict[bytes, Workload] = {}
+        self._vocab_sizes: dict[str, int | None] = {}
+        self._workloads: dict[bytes, tuple[Workload, str]] = {}
 
     def prepare(self, cells: Sequence[Cell]) -> dict[str, Traffic]:
         """Traffic by cell id. Raises UserError, naming the cell, for a specification that cannot be met."""
-        traffic = {}
+        for cell in cells:
+            self._note_local(cell.config)
+        traffic: dict[str, Traffic] = {}
+        seen: set[bytes] = set()
         for cell in cells:
             try:
                 traffic[cell.id] = self.build(cell.config)
             except UserError as error:
                 raise UserError(f"cell {cell.id}: {error}") from error
+            replayed = _server_and_file(cell.config)
+            if replayed in seen:
+                traffic[cell.id].info.notes.append(
+                    "an earlier cell sent these prompts to the same server: its prefix cache may hold them"
+                )
+            elif replayed is not None:
+                seen.add(replayed)
         return traffic
 
     def build(self, config: CellConfig) -> Traffic:
-        tokenizer = self._tokenizer(config)
-        key = msgspec.json.encode(
-            (config.workload, config.seed, tokenizer.name if tokenizer else None), order="deterministic"
-        )
+        self._note_local(config)
+        tokenizer = self._tokenizer(config.model)
+        spec = self._within_vocabulary(config)
+        key = msgspec.json.encode((spec, config.seed, tokenizer.name if tokenizer else None), order="deterministic")
         if key not in self._workloads:
-            self._workloads[key] = build_workload(config.workload, seed=config.seed, tokenizer=tokenizer)
-        workload = self._workloads[key]
+            built = build_workload(spec, seed=config.seed, tokenizer=tokenizer)
+            self._workloads[key] = built, built.digest
+        workload, digest = self._workloads[key]
         schedule = build_schedule(
             config.arrival,
             len(workload.requests),
             config.seed,
-            timestamps_s=[request.timestamp_s for request in workload.requests]
-            if config.arrival.get("name") == "trace"
-            else None,
+            timestamps_s=request_timestamps(workload.requests) if config.arrival.get("name") == "trace" else None,
         )
-        return Traffic(workload, schedule, describe(workload, schedule))
+        return Traffic(workload, schedule, describe(workload, schedule, digest))
 
-    def _tokenizer(self, config: CellConfig) -> TokenizerLike | None:
-        """The model's own tokenizer; None for a preset, a hub name that is only known to the endpoint, or a URL."""
-        if config.model not in self._tokenizers:
-            try:
-                self._tokenizers[config.model] = load_tokenizer(config.model)
-            except UserError:
-                self._tokenizers[config.model] = None
-        return self._tokenizers[config.model]
+    def _note_local(self, config: CellConfig) -> None:
+        """Find out whether the model may be looked up here: an endpoint's own name must not start a download."""
+        name = config.model
+        here = config.engine != "url" or name in PRESETS or (models_dir() / name).is_dir() or Path(name).is_dir()
+        self._local[name] = self._local.get(name, False) or (bool(name) and here)
+
+    def _tokenizer(self, model: str) -> TokenizerLike | None:
+        """The model's own tokenizer; None for a preset, or for a name that means something to an endpoint only."""
+        if not self._local[model]:
+            return None
+        if model not in self._tokenizers:
+            self._tokenizers[model] = None
+            with contextlib.suppress(UserError):
+                self._tokenizers[model] = load_tokenizer(model)
+        return self._tokenizers[model]
+
+    def _within_vocabulary(self, config: CellConfig) -> dict[str, Any]:
+        """The workload with the model's `vocab_size`, unless it says one or takes none."""
+        spec, model = config.workload, config.model
+        if spec.get("name") not in _WITH_TOKEN_IDS or "vocab_size" in spec or not self._local[model]:
+            return spec
+        if model not in self._vocab_sizes:
+            self._vocab_sizes[model] = None
+            with contextlib.suppress(UserError):  # another engine may know an architecture that ours does not
+                resolved = resolve_model(ModelOptions(model=model, load_format="dummy"))
+                self._vocab_sizes[model] = resolved.config.vocab_size
+        size = self._vocab_sizes[model]
+        return spec if size is None else {**spec, "vocab_size": size}
 
 
-def describe(workload: Workload, schedule: Schedule) -> WorkloadInfo:
-    """The part of a result that says what was sent."""
+def _server_and_file(config: CellConfig) -> bytes | None:
+    """Key of a server and of the file whose prompts it gets; None for prompts that are made up from the seed."""
+    if config.workload.get("name") not in _FROM_FILES:
+        return None
+    server = (config.engine, config.model, config.mode, config.attention_backend, config.url)
+    return msgspec.json.encode((server, config.workload), order="deterministic")
+
+
+def describe(workload: Workload, schedule: Schedule, digest: str) -> WorkloadInfo:
+    """The part of a result that says what was sent; `digest` is the workload's (finding it reads every request)."""
     prompt_tokens = [request.prompt_tokens for request in workload.requests]
     known = [tokens for tokens in prompt_tokens if tokens is not None]
     return WorkloadInfo(
         name=workload.name,
-        digest=workload.digest,
+        digest=digest,
         schedule_digest=schedule.digest,
         requests=len(workload.requests),
         forced_lengths=all(request.ignore_eos for request in workload.requests),
         prompt_tokens_total=sum(known) if len(known) == len(prompt_tokens) else None,
         output_tokens_requested=sum(request.max_tokens for request in workload.requests),
         dropped=workload.dropped,
-        notes=workload.notes,
+        notes=list(workload.notes),
     )

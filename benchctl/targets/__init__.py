@@ -58,4 +58,8 @@ def launch(
         raise UserError(f"engine {config.engine!r}: unknown; known are {', '.join(ENGINES)}")
     parts = [config.engine, config.model, config.mode, config.attention_backend]
     name = log_name or slug("-".join(part for part in parts if part)) + ".log"
-    return target.launch(config, log_path=log_dir / name, cold_caches=cold_caches, timeout_s=timeout_s)
+    try:
+        return target.launch(config, log_path=log_dir / name, cold_caches=cold_caches, timeout_s=timeout_s)
+    except OSError as error:  # no room for the log, no such command, no more processes
+        where = f"{error.filename}: " if error.filename else ""
+        raise TargetFailed(f"the server could not be started: {where}{error.strerror or error}") from error

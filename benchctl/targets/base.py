@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import time
@@ -162,21 +163,25 @@ def wait_ready(
     """
     deadline = time.monotonic() + timeout_s
     url: str | None = None
-    while True:
-        if (code := process.exit_code()) is not None:
-            raise TargetFailed(explain_exit(code), process.log_tail())
-        if url is None:
-            url = find_url()
-        if url is not None:
-            try:
-                with control_client(url) as client:
-                    if client.get("/health").status_code == 200:
-                        return url, time.monotonic_ns()
-            except httpx.HTTPError:
-                pass
-        if time.monotonic() > deadline:
-            raise TargetTimeout(f"the server was not healthy after {timeout_s:g} s", process.log_tail())
-        time.sleep(_POLL_S)
+    with contextlib.ExitStack() as stack:
+        client: httpx.Client | None = None
+        while True:
+            if (code := process.exit_code()) is not None:
+                raise TargetFailed(explain_exit(code), process.log_tail())
+            if client is None and (url := find_url()) is not None:
+                client = stack.enter_context(control_client(url))  # one for all polls: making it takes milliseconds
+            if client is not None and url is not None and _is_healthy(client):
+                return url, time.monotonic_ns()
+            if time.monotonic() > deadline:
+                raise TargetTimeout(f"the server was not healthy after {timeout_s:g} s", process.log_tail())
+            time.sleep(_POLL_S)
+
+
+def _is_healthy(client: httpx.Client) -> bool:
+    try:
+        return client.get("/health").status_code == 200
+    except httpx.HTTPError:
+        return False
 
 
 def first_token_ns(client: httpx.Client, model: str, *, timeout_s: float) -> int:

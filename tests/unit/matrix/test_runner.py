@@ -214,6 +214,83 @@ def test_resume_keeps_ok_cells_with_the_same_configuration(world: World, tmp_pat
     assert len(world.events) == 8, "another configuration is another experiment"
 
 
+def test_a_result_that_cannot_be_read_is_measured_again(world: World, tmp_path: Path) -> None:
+    runner, _ = make(world, tmp_path / "out", "modes=['eager']")
+    cells = runner.run().results
+    (tmp_path / "out" / result_name(cells[0].cell_id)).write_text("{broken")
+    runner, silent = make(world, tmp_path / "out", "modes=['eager']", resume=True)
+    results = runner.run().results
+    assert [result.cell_id for result in silent.reused] == [cells[1].cell_id]
+    assert [result.status for result in results] == ["ok", "ok"]
+
+
+def test_results_of_an_earlier_run_do_not_stand_for_cells_that_were_not_reached(world: World, tmp_path: Path) -> None:
+    make(world, tmp_path / "out")[0].run()
+
+    def interrupt(config: CellConfig) -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+
+    world.before_launch = interrupt
+    runner, _ = make(world, tmp_path / "out")
+    assert runner.run().results == []
+    on_disk = load_results(tmp_path / "out")
+    assert on_disk.results == []
+    assert len(on_disk.missing) == 4
+
+
+def test_a_signal_while_a_result_is_written_does_not_lose_it(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runner, _ = make(world, tmp_path / "out")
+    real = os.fsync
+    calls = []
+
+    def fsync(fd: int) -> None:
+        calls.append(fd)
+        if len(calls) == 2:  # the index came first
+            os.kill(os.getpid(), signal.SIGINT)
+        real(fd)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    results = runner.run()
+    assert runner.interrupted
+    assert [result.status for result in results.results] == ["ok"]
+    assert load_results(tmp_path / "out").results == results.results
+
+
+def test_a_defect_in_one_cell_does_not_cost_the_others(world: World, tmp_path: Path) -> None:
+    def load(cell: Cell, server: FakeServer, cancel: threading.Event) -> LoadMetrics:
+        if cell.id.endswith("burst"):
+            raise ZeroDivisionError("oh")
+        return samples.load_metrics(1, 2)
+
+    world.load = load
+    results = make(world, tmp_path / "out", "modes=['eager']")[0].run().results
+    assert [result.status for result in results] == ["failed", "ok"]
+    assert results[0].reason == "internal error: ZeroDivisionError: oh"
+    assert any("in load" in line for line in results[0].log_tail)
+
+
+def test_bad_input_of_one_server_fails_its_cells_alone(world: World, tmp_path: Path) -> None:
+    def refuse(config: CellConfig) -> None:
+        if config.mode == "eager":
+            raise UserError("http://host serves a, b: say which with --model")
+
+    world.before_launch = refuse
+    results = make(world, tmp_path / "out")[0].run().results
+    assert [result.status for result in results] == ["failed", "failed", "ok", "ok"]
+    assert "say which" in str(results[0].reason)
+
+
+def test_no_room_for_the_compile_caches(world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def mkdtemp(**_: Any) -> str:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(runner_module.tempfile, "mkdtemp", mkdtemp)
+    with pytest.raises(UserError, match="the disk is full"):
+        make(world, tmp_path / "out")[0].run()
+
+
 def test_the_first_signal_keeps_the_partial_cell(world: World, tmp_path: Path) -> None:
     def load(cell: Cell, server: FakeServer, cancel: threading.Event) -> LoadMetrics:
         os.kill(os.getpid(), signal.SIGINT)

@@ -76,6 +76,83 @@ def test_an_override_changes_the_digest_of_the_cells_it_touches(tmp_path: Path) 
     assert before.cells[1].digest != after.cells[1].digest
 
 
+def test_every_traffic_has_its_own_seed_and_every_server_the_same_traffic(tmp_path: Path) -> None:
+    text = MINIMAL.replace('["TORCH_SDPA"]', '["TORCH_SDPA", "TRITON_ATTN"]')
+    plan = plan_matrix(load_suite(write(tmp_path, text)))
+    seeds = [[cell.config.seed for cell in server.cells] for server in plan.servers]
+    assert len({tuple(row) for row in seeds}) == 1
+    assert len(set(seeds[0])) == 2, "the second cell must not find the first one's prompts in the prefix cache"
+    traffic = TrafficFactory().prepare(plan.cells)
+    first, second = (traffic[cell.id].workload.requests[0] for cell in plan.servers[0].cells)
+    assert first.prompt_token_ids != second.prompt_token_ids
+    assert first.prompt_tokens == second.prompt_tokens
+    other = plan_matrix(load_suite(write(tmp_path, text), ["seed=1"]))
+    assert other.cells[0].config.seed != plan.cells[0].config.seed
+
+
+def test_prompts_of_a_file_are_said_to_be_cached_the_second_time(tmp_path: Path) -> None:
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"prompt": "one two three", "max_tokens": 2}\n')
+    custom = f'workload = {{ name = "custom", path = "{prompts}" }}'
+    text = MINIMAL.replace('workload = { name = "synthetic", num_requests = 4, input_len = 8, output_len = 2 }', custom)
+    plan = plan_matrix(load_suite(write(tmp_path, text)))
+    traffic = TrafficFactory().prepare(plan.cells)
+    noted = [any("prefix cache" in note for note in traffic[cell.id].info.notes) for cell in plan.cells]
+    assert noted == [False, True, False, True]
+
+
+@pytest.mark.parametrize("workload", ["synthetic", "sharegpt-like"])
+def test_token_ids_stay_within_the_models_vocabulary(tmp_path: Path, workload: str) -> None:
+    specification = f'name = "{workload}", num_requests = 4, prompt_format = "ids"'
+    text = MINIMAL.replace('name = "synthetic", num_requests = 4, input_len = 8, output_len = 2', specification)
+    for model, least, most in (("tiny", 0, 512), ("qwen3-0.6b", 32_000, 151_936)):
+        plan = plan_matrix(load_suite(write(tmp_path, text), [f'models=["{model}"]']))
+        requests = TrafficFactory().prepare(plan.cells)[plan.cells[0].id].workload.requests
+        largest = max(max(request.prompt_token_ids or []) for request in requests)
+        assert least <= largest < most
+    plan = plan_matrix(load_suite(write(tmp_path, text), ["loads.0.workload.vocab_size=100"]))
+    requests = TrafficFactory().prepare(plan.cells)[plan.cells[0].id].workload.requests
+    assert max(max(request.prompt_token_ids or []) for request in requests) < 100
+
+
+def test_what_an_endpoint_calls_its_model_is_not_looked_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("server.models.registry.hub_folder", lambda *_, **__: pytest.fail("a download was started"))
+    text = 'engines = ["url"]\nurl = "http://127.0.0.1:9"\n' + MINIMAL.replace('"tiny"', '"some/model"')
+    plan = plan_matrix(load_suite(write(tmp_path, text)))
+    assert [cell.id for cell in plan.cells] == ["url/some/model/synthetic/burst", "url/some/model/synthetic/rate-4"]
+    assert TrafficFactory().prepare(plan.cells)
+
+
+def test_a_list_of_rates_is_a_sweep(tmp_path: Path) -> None:
+    text = MINIMAL.replace("rate = 4.0", "rate = [1, 2.5, 4.0], max_concurrency = 9")
+    suite = load_suite(write(tmp_path, text))
+    assert suite.loads[0].arrivals[1:] == [
+        {"name": "poisson", "rate": rate, "max_concurrency": 9} for rate in (1, 2.5, 4.0)
+    ]
+    cells = plan_matrix(suite).servers[0].cells
+    assert [cell.id.rpartition("/")[2] for cell in cells[1:]] == [
+        f"rate-{rate}-max_concurrency-9" for rate in (1, 2.5, 4)
+    ]
+
+
+def test_parts_of_a_suite(tmp_path: Path) -> None:
+    text = MINIMAL + 'models = ["tiny"]\n'
+    plan = plan_matrix(load_suite(write(tmp_path, text), ['only=["*/eager/*/burst", "nothing"]']))
+    assert [cell.id for cell in plan.cells] == ["benchctl/tiny/eager/TORCH_SDPA/synthetic/burst"]
+    with pytest.raises(UserError, match="matches no cell"):
+        plan_matrix(load_suite(write(tmp_path, text), ['only=["nothing"]']))
+    with pytest.raises(UserError, match="no load is meant for any of the models"):
+        plan_matrix(load_suite(write(tmp_path, text), ['models=["qwen3-0.6b"]']))
+
+
+def test_the_reference_table_follows_the_selected_cells() -> None:
+    whole = plan_matrix(load_suite("h200"))
+    part = plan_matrix(load_suite("h200", ['models=["qwen3-0.6b"]', 'modes=["compile"]']))
+    assert {figure.cell_id.split("/")[1] for figure in whole.reference} == {"llama-3.1-8b", "qwen3-0.6b"}
+    assert {figure.cell_id.split("/")[1] for figure in part.reference} == {"qwen3-0.6b"}
+    assert len(part.reference) == 3
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -91,6 +168,12 @@ def test_an_override_changes_the_digest_of_the_cells_it_touches(tmp_path: Path) 
         ("start_repeats = 0\n" + MINIMAL, "`start_repeats` must be a finite number above 0"),
         ("cell_timeout_s = inf\n" + MINIMAL, "`cell_timeout_s` must be a finite number"),
         ("server.max_model_length = 4\n" + MINIMAL, "server flag 'max_model_length' is unknown; did you mean"),
+        ("server.max_num_seqs = 'x'\n" + MINIMAL, "server.max_num_seqs = 'x': Expected `int`, got `str`"),
+        ("server.max_num_seqs = 0\n" + MINIMAL, "server.max_num_seqs = 0: must be at least 1"),
+        ("server.gpu_memory_utilization = 1.5\n" + MINIMAL, "must be at least 0.05 and at most 1"),
+        ("server.dtype = 'float8'\n" + MINIMAL, "server.dtype = 'float8': Invalid enum value"),
+        (MINIMAL.replace("rate = 4.0", "rate = []"), r"loads\[0\]: arrival `rate` = \[\]: a sweep needs"),
+        (MINIMAL.replace("rate = 4.0", "rate = [1, 1]"), "a sweep needs different values"),
         (MINIMAL + "models = ['other']\n", r"loads\[0\]: model 'other' is unknown"),
         (MINIMAL.replace("arrivals = [", "arrivals = [] # ["), "`arrivals` is empty"),
         ("seed = 'x'\n" + MINIMAL, "`seed`: Expected `int`, got `str`"),

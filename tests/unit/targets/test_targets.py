@@ -104,9 +104,10 @@ def test_any_other_exit_is_a_failure_with_the_log(
 
 def test_a_server_that_never_gets_ready_times_out_and_is_gone(fake: Callable[..., None], tmp_path: Path) -> None:
     fake("--never-ready", "--child")
-    with pytest.raises(TargetTimeout, match="not healthy after 1 s"):
-        targets.launch(config(), log_dir=tmp_path, timeout_s=1.0, log_name="it.log")
-    assert not alive(logged_child(tmp_path / "it.log"))
+    with pytest.raises(TargetTimeout, match="not healthy after 2 s"):
+        targets.launch(config(), log_dir=tmp_path, timeout_s=2.0, log_name="it.log")
+    child = logged_child(tmp_path / "it.log")
+    wait_for(lambda: not alive(child))
 
 
 def test_stop_kills_a_stubborn_server_and_its_children(tmp_path: Path) -> None:
@@ -184,6 +185,15 @@ def test_an_engine_that_is_not_installed_is_unsupported(
     monkeypatch.setattr("benchctl.targets.vllm._executable", lambda: None)
     with pytest.raises(UnsupportedTarget, match="not installed"):
         targets.launch(config(engine=engine), log_dir=tmp_path)
+
+
+def test_what_the_system_refuses_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(TargetFailed, match=r"could not be started: .*file/logs"):
+        targets.launch(config(), log_dir=tmp_path / "file" / "logs")
+    monkeypatch.setattr(bundled, "serve_command", lambda *_, **__: ["/no/such/python"])
+    with pytest.raises(TargetFailed, match="could not be started: /no/such/python: No such file"):
+        targets.launch(config(), log_dir=tmp_path)
 
 
 def test_start_kind_follows_the_cache_directory(tmp_path: Path) -> None:
