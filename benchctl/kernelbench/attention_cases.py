@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -77,10 +77,18 @@ def check_batches(layout: Layout, *, small: bool) -> Iterator[tuple[str, list[in
 
 
 def check_cases(
-    name: str, backend_class: type[AttentionBackend], device: torch.device, dtype: torch.dtype, *, small: bool
+    name: str,
+    backend_class: type[AttentionBackend],
+    device: torch.device,
+    dtype: torch.dtype,
+    *,
+    small: bool,
+    layouts: Sequence[Layout] | None = None,
 ) -> Iterator[Case]:
     """Cases for correctness; those that `backend_class` does not support are left out."""
-    for layout in SMALL_CHECK_LAYOUTS if small else CHECK_LAYOUTS:
+    if layouts is None:
+        layouts = SMALL_CHECK_LAYOUTS if small else CHECK_LAYOUTS
+    for layout in layouts:
         backend = make_backend(backend_class, layout.spec(device, dtype, 512))
         if backend is None:
             continue

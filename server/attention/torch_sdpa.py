@@ -69,6 +69,8 @@ class TorchSdpaBackend(AttentionBackend):
     def write_kv(
         self, key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor
     ) -> None:
+        if slot_mapping.numel() == 0:
+            return
         keys, values = kv_cache.flatten(1, 2)
         if int(slot_mapping.min()) < 0:
             keep = slot_mapping >= 0

@@ -95,13 +95,6 @@ def _threshold_kernel(
     tl.store(threshold_ptr + row, bits.to(tl.float32, bitcast=True))
 
 
-@triton.jit
-def _better(value_a, index_a, value_b, index_b):
-    """The larger value; of equal ones the smaller index."""
-    take_a = (value_a > value_b) | ((value_a == value_b) & (index_a < index_b))
-    return tl.where(take_a, value_a, value_b), tl.where(take_a, index_a, index_b)
-
-
 @triton.jit(do_not_specialize=["logits_stride"])
 def _chunk_argmax_kernel(
     logits_ptr,
@@ -133,10 +126,10 @@ def _chunk_argmax_kernel(
             x = x / temperature - tl.log(-tl.log(uniform))
     # A NaN compares as smaller than everything: a row of NaNs yields its first token rather than no token.
     x = tl.where(mask & (x == x), x, float("-inf"))
-    value, index = tl.reduce((x, offs), 0, _better)
+    value, index = tl.max(x, 0, return_indices=True, return_indices_tie_break_left=True)
     cell = row * tl.num_programs(1) + chunk
     tl.store(values_ptr + cell, value)
-    tl.store(indices_ptr + cell, index)
+    tl.store(indices_ptr + cell, chunk * CHUNK + index)
 
 
 @triton.jit(do_not_specialize=["num_chunks"])
@@ -145,9 +138,9 @@ def _merge_argmax_kernel(values_ptr, indices_ptr, out_ptr, num_chunks, BLOCK: tl
     offs = tl.arange(0, BLOCK)
     mask = offs < num_chunks
     values = tl.load(values_ptr + row * num_chunks + offs, mask=mask, other=float("-inf"))
-    indices = tl.load(indices_ptr + row * num_chunks + offs, mask=mask, other=2147483647)
-    _, index = tl.reduce((values, indices), 0, _better)
-    tl.store(out_ptr + row, index.to(tl.int64))
+    # Chunks are in the order of their tokens, so the first of equal chunks holds the smallest token.
+    _, best = tl.max(values, 0, return_indices=True, return_indices_tie_break_left=True)
+    tl.store(out_ptr + row, tl.load(indices_ptr + row * num_chunks + best).to(tl.int64))
 
 
 @cached

@@ -5,8 +5,10 @@ from __future__ import annotations
 import gc
 import logging
 import os
+import tempfile
 import traceback
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -22,8 +24,10 @@ from server.ipc.worker_to_engine import ControlDone, WorkerReady
 from server.models.decoder import CausalLM, build_model
 from server.models.loading import fill_dummy_weights, load_weights
 from server.models.registry import ResolvedModel, resolve_model
+from server.paths import benchctl_cache_dir
 from server.worker import kv_cache
 from server.worker.device import init_device, resolve_device, resolve_dtype, token_budget
+from server.worker.kernel_cache import use_kernel_cache
 from server.worker.model_runner import ModelRunner
 from server.worker.results import ResultSender
 
@@ -53,6 +57,8 @@ class Worker:
         with self.timeline.span("device"):
             self.device = resolve_device(config.device)
             init_device(self.device)
+            if self.device.type == "cuda":
+                use_kernel_cache(benchctl_cache_dir() / "kernels", Path(config.runtime_dir or tempfile.gettempdir()))
             self.dtype = resolve_dtype(config.model.dtype, resolved.config, self.device)
         budget = token_budget(config.scheduler, self.device)
         with self.timeline.span("attention-backend") as attributes:
@@ -94,6 +100,7 @@ class Worker:
             block_size=self.config.cache.block_size or 0,
             max_num_seqs=self.config.scheduler.max_num_seqs,
             max_model_len=resolved.max_model_len,
+            flash_decode=self.config.attention.flash_decode,
         )
 
     def _load(
@@ -166,9 +173,14 @@ class Worker:
         block_bytes = kv_cache.bytes_per_block(backend, resolved.config.num_layers)
         if self.device.type == "cuda":
             with self.timeline.span("profile") as attributes:
-                peak = self._activation_peak()
+                with self.timeline.span("profile/first-run"):
+                    # Compiled kernels benchmark their configurations now, in memory that no later step needs.
+                    self.runner.profile_run()
+                with self.timeline.span("profile/activations"):
+                    peak = self._activation_peak()
                 attributes["activation_bytes"] = peak
-                graph_bytes = graphs.estimate_bytes(resolved.max_model_len) if graphs is not None else 0
+                with self.timeline.span("profile/cuda-graphs"):
+                    graph_bytes = graphs.estimate_bytes(resolved.max_model_len) if graphs is not None else 0
                 attributes["cuda_graph_bytes"] = graph_bytes
             available = kv_cache.cuda_available_bytes(self.device, options.gpu_memory_utilization, peak, graph_bytes)
         else:
@@ -195,9 +207,10 @@ class Worker:
     def _warm_up(self) -> None:
         """First calls pay for thread pools, primitives and kernels: make them before readiness."""
         runner = self.runner
-        for num_tokens, num_seqs in ((min(2, runner.max_num_tokens), 1), (1, 1)):
-            hidden = runner.dummy_run(num_tokens, num_seqs=num_seqs, attention=True)
-            runner.model.compute_logits(hidden[-1:]).argmax(dim=-1).tolist()
+        for num_tokens in (min(2, runner.max_num_tokens), 1):
+            # One sequence, but logits of as many as there are tokens: projections of one row have their own kernel.
+            hidden = runner.dummy_run(num_tokens, num_seqs=1, attention=True)
+            runner.model.compute_logits(hidden).argmax(dim=-1).tolist()
         # Weights, caches and modules live as long as the process: do not trace them at every collection.
         gc.collect()
         gc.freeze()

@@ -49,7 +49,7 @@ def test_half_precision(dtype: torch.dtype) -> None:
     assert error_of(batch, 0.125) < tolerance(dtype, interpreted=True)
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=6, deadline=None)
 @given(st.data())
 def test_any_batch(data: st.DataObject) -> None:
     """Any mix of contexts and query lengths, any grouping of heads, any page size."""

@@ -47,10 +47,10 @@ def test_temperature_zero_is_greedy() -> None:
 
 
 def test_frequencies_are_the_softmax() -> None:
-    logits = rows(1, 12).expand(3000, 12).contiguous()
+    logits = rows(1, 12).expand(600, 12).contiguous()
     probabilities = (logits[0] / 0.7).softmax(-1)
     counts = torch.bincount(draw(logits, 0.7), minlength=12).float()
-    expected = probabilities * 3000
+    expected = probabilities * 600
     # Chi-square with 11 degrees of freedom; 31.3 is its 99.9th percentile, and the seed is fixed.
     assert ((counts - expected) ** 2 / expected).sum() < 31.3
 
@@ -63,7 +63,7 @@ def test_a_draw_depends_on_seed_and_position_only() -> None:
     assert len(set(together.tolist())) > 1
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(
     top_k=st.integers(0, 40),
     top_p=st.floats(0.05, 1.0),
@@ -76,7 +76,7 @@ def test_draws_come_from_the_kept_set(top_k: int, top_p: float, temperature: flo
     if coarse:  # many ties
         logits = logits.round()
     kept = kept_tokens(logits[0], temperature, top_k, top_p + 1e-5)
-    drawn = draw(logits.expand(30, 60).contiguous(), temperature, top_k=top_k, top_p=top_p)
+    drawn = draw(logits.expand(3, 60).contiguous(), temperature, top_k=top_k, top_p=top_p)
     assert kept[drawn].all()
 
 
