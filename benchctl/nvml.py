@@ -8,6 +8,14 @@ from typing import Any
 
 import pynvml
 
+# The software power cap is not among these: a card under full load runs at its power limit.
+_THROTTLED = (
+    pynvml.nvmlClocksEventReasonHwSlowdown
+    | pynvml.nvmlClocksEventReasonHwThermalSlowdown
+    | pynvml.nvmlClocksEventReasonHwPowerBrakeSlowdown
+    | pynvml.nvmlClocksEventReasonSwThermalSlowdown
+)
+
 
 @contextlib.contextmanager
 def nvml_handles() -> Iterator[list[Any]]:
@@ -40,12 +48,16 @@ def sample_gpus(handles: list[Any]) -> dict[str, float]:
         memory = _ask(pynvml.nvmlDeviceGetMemoryInfo, handle)
         use = _ask(pynvml.nvmlDeviceGetUtilizationRates, handle)
         power_mw = _ask(pynvml.nvmlDeviceGetPowerUsage, handle)
+        reasons = _ask(pynvml.nvmlDeviceGetCurrentClocksEventReasons, handle)
+        processes = _ask(pynvml.nvmlDeviceGetComputeRunningProcesses, handle)
         figures = {
             "power_w": None if power_mw is None else power_mw / 1000,
             "sm_clock_mhz": _ask(pynvml.nvmlDeviceGetClockInfo, handle, pynvml.NVML_CLOCK_SM),
             "temperature_c": _ask(pynvml.nvmlDeviceGetTemperature, handle, pynvml.NVML_TEMPERATURE_GPU),
             "memory_used_bytes": None if memory is None else memory.used,
             "utilization_percent": None if use is None else use.gpu,
+            "throttled": None if reasons is None else bool(reasons & _THROTTLED),
+            "processes": None if processes is None else len(processes),
         }
         samples |= {f"gpu{number}.{name}": float(value) for name, value in figures.items() if value is not None}
     return samples

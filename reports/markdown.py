@@ -43,7 +43,7 @@ def render_markdown(results: ResultSet) -> str:
 
 def _heading(view: View) -> str:
     counts = ", ".join(f"{number} {status}" for status, number in view.status_counts().items())
-    lines = [f"## benchctl: {_cell(view.source.title)}", "", f"{len(view.cells)} cells: {counts or 'none'}"]
+    lines = [f"## benchctl: {escape_cell(view.source.title)}", "", f"{len(view.cells)} cells: {counts or 'none'}"]
     if view.source.index is not None and view.source.index.interrupted:
         lines[-1] += " (interrupted: partial results)"
     return "\n".join(lines) + "\n"
@@ -51,13 +51,13 @@ def _heading(view: View) -> str:
 
 def _problems(view: View) -> str:
     lines = [
-        f"- **{cell.status}** `{_code(cell.cell_id)}`: {_cell(cell.reason or 'no reason given')}"
+        f"- **{cell.status}** `{escape_code(cell.cell_id)}`: {escape_cell(cell.reason or 'no reason given')}"
         for cell in view.problems
     ]
     for cell in view.with_failures:
         assert cell.metrics is not None
         causes = ", ".join(f"{number} {cause}" for cause, number in cell.metrics.errors.items())
-        lines.append(f"- `{_code(cell.cell_id)}`: {cell.metrics.failed} failed requests ({_cell(causes)})")
+        lines.append(f"- `{escape_code(cell.cell_id)}`: {cell.metrics.failed} failed requests ({escape_cell(causes)})")
     return "\n".join(["### Problems", "", *lines, ""]) if lines else ""
 
 
@@ -69,7 +69,7 @@ def _groups(view: View) -> list[str]:
         rows = [
             [view.variant_label(cell.config), *(metric.text(cell) for metric in _COLUMNS)] for cell in group.measured
         ]
-        title = f"### {_cell(group.model)}: {_cell(group.title)}"
+        title = f"### {escape_cell(group.model)}: {escape_cell(group.title)}"
         sections.append("\n".join([title, "", _table(["", *(metric.label for metric in _COLUMNS)], rows), ""]))
     return sections
 
@@ -93,8 +93,8 @@ def _unsupported(view: View) -> str:
         return ""
     lines = ["### Unsupported here", ""]
     for reason, cells in reasons.items():
-        names = ", ".join(dict.fromkeys(f"`{_code(view.variant_label(cell.config))}`" for cell in cells))
-        lines.append(f"- {names}: {_cell(reason)}")
+        names = ", ".join(dict.fromkeys(f"`{escape_code(view.variant_label(cell.config))}`" for cell in cells))
+        lines.append(f"- {names}: {escape_cell(reason)}")
     return "\n".join([*lines, ""])
 
 
@@ -105,17 +105,17 @@ def _footer(view: View) -> str:
     gpus = ", ".join(str(gpu.get("name", "GPU")) for gpu in made.gpus)
     commit = f"commit {made.git_commit[:12]}{' + changes' if made.git_dirty else ''}" if made.git_commit else None
     parts = [commit, gpus or made.cpu, f"benchctl {made.benchctl_version}", made.started_at]
-    return f"<sub>{' · '.join(_cell(part) for part in parts if part)}</sub>\n"
+    return f"<sub>{' · '.join(escape_cell(part) for part in parts if part)}</sub>\n"
 
 
 def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    lines = ["| " + " | ".join(_cell(text) for text in header) + " |"]
+    lines = ["| " + " | ".join(escape_cell(text) for text in header) + " |"]
     lines.append("|---|" + "---:|" * (len(header) - 1))
-    lines += ["| " + " | ".join(_cell(text) for text in row) + " |" for row in rows]
+    lines += ["| " + " | ".join(escape_cell(text) for text in row) + " |" for row in rows]
     return "\n".join(lines)
 
 
-def _cell(text: str) -> str:
+def escape_cell(text: str) -> str:
     """Text that cannot break out of a table cell, become markup or notify anybody."""
     flat = " ".join(text.split())
     for character in "\\`*_[]<>|#~":
@@ -123,5 +123,5 @@ def _cell(text: str) -> str:
     return flat.replace("@", "@\u200b")
 
 
-def _code(text: str) -> str:
+def escape_code(text: str) -> str:
     return " ".join(text.split()).replace("`", "'").replace("|", "¦")

@@ -12,6 +12,7 @@ from typing import Any, Literal, get_args, get_type_hints
 
 import msgspec
 
+from benchctl.gate.settings import GateSettings, check_settings
 from server.errors import UserError
 from workloads.parameters import convert, near_matches
 
@@ -75,6 +76,8 @@ class Suite(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     only: list[str] = []
     """Shell patterns of cell ids; when given, cells that match none are left out."""
     reference: ReferenceTable | None = None
+    gate: GateSettings = msgspec.field(default_factory=GateSettings)
+    """What `benchctl gate` decides by."""
 
 
 def shipped_suites() -> dict[str, str]:
@@ -182,6 +185,7 @@ def _check(suite: Suite, where: str) -> None:
     for key in ("start_repeats", "start_timeout_s", "cell_timeout_s"):
         if not 0 < getattr(suite, key) < float("inf"):
             raise UserError(f"{where}: `{key}` must be a finite number above 0, not {getattr(suite, key)}")
+    check_settings(suite.gate, where)
     if "url" in suite.engines and not suite.url:
         raise UserError(f'{where}: engine "url" needs `url`, e.g. url = "http://127.0.0.1:8000"')
     for number, load in enumerate(suite.loads):

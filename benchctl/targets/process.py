@@ -35,7 +35,14 @@ class ServerProcess:
     *thread* that forked ends. `exec_ns` is CLOCK_MONOTONIC just before the fork.
     """
 
-    def __init__(self, argv: Sequence[str], *, log_path: Path, env: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        argv: Sequence[str],
+        *,
+        log_path: Path,
+        env: Mapping[str, str] | None = None,
+        cwd: Path | None = None,
+    ) -> None:
         self.argv = list(argv)
         self.log_path = log_path
         log_path.parent.mkdir(parents=True, exist_ok=True)
@@ -47,6 +54,7 @@ class ServerProcess:
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 env=dict(env) if env is not None else None,
+                cwd=cwd,
                 start_new_session=True,
                 preexec_fn=_terminate_with_parent,
             )
@@ -64,6 +72,12 @@ class ServerProcess:
             return None
         self._finish()
         return self._popen.returncode
+
+    def wait(self) -> int:
+        """Wait for the command to end by itself; the exit status. Nothing of its group survives it."""
+        while (code := self.exit_code()) is None:
+            time.sleep(_POLL_S)
+        return code
 
     def stop(self, timeout_s: float = 20.0) -> int:
         """SIGTERM, wait up to `timeout_s`, SIGKILL whatever is left of the group; the exit status.

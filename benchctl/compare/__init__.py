@@ -1,0 +1,1 @@
+"""Differences between results, cell by cell and metric by metric."""
