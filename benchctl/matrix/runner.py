@@ -10,7 +10,7 @@ import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
-from typing import Protocol
+from typing import Literal, Protocol
 
 import msgspec
 
@@ -18,7 +18,6 @@ from benchctl import targets
 from benchctl.matrix.interrupts import Interrupts
 from benchctl.matrix.plan import Cell, Plan, ServerPlan
 from benchctl.matrix.progress import Progress
-from benchctl.matrix.suite import StartKind
 from benchctl.matrix.traffic import Traffic
 from benchctl.provenance import collect_provenance, utc_now
 from benchctl.targets import RunningServer, TargetError, TargetFailed
@@ -192,7 +191,7 @@ class MatrixRunner:
         return self._launch(plan, kinds[-1], caches, starts)
 
     def _launch(
-        self, plan: ServerPlan, kind: StartKind | str, caches: Path, starts: list[StartupReport]
+        self, plan: ServerPlan, kind: Literal["cold", "warm", "unknown"], caches: Path, starts: list[StartupReport]
     ) -> RunningServer:
         if kind == "cold":
             shutil.rmtree(caches, ignore_errors=True)
@@ -209,6 +208,8 @@ class MatrixRunner:
         except UserError as error:  # of this server alone; the others may be well
             raise TargetFailed(str(error)) from error
         if server.startup is not None:
+            if kind != "unknown":  # eager fills no cache, and yet its second start finds all that the first one left
+                server.startup.kind = kind
             starts.append(server.startup)
         self._observer.on_started(plan, server.startup)
         return server

@@ -61,13 +61,15 @@ class World:
         self.before_launch: Callable[[CellConfig], None] = lambda config: None
         self.load: Callable[[Cell, FakeServer, threading.Event], LoadMetrics] = lambda *_: samples.load_metrics(1, 2)
 
-    def launch(self, config: CellConfig, *, cold_caches: Path | None, **_: Any) -> FakeServer:
+    def launch(self, config: CellConfig, *, cold_caches: Path | None, log_name: str, **_: Any) -> FakeServer:
         assert cold_caches is not None
         assert all(server.stopped or server.code is not None for server in self.servers), "two servers at once"
         kind = "warm" if any(cold_caches.iterdir()) else "cold"
-        self.events.append(f"{kind} {config.mode}")
+        self.events.append(f"{'warm' if '-warm-' in log_name else 'cold'} {config.mode}")
+        assert kind == "cold" or "-warm-" in log_name
         self.before_launch(config)
-        (cold_caches / "compiled").touch()
+        if config.mode == "compile":
+            (cold_caches / "compiled").touch()
         self.servers.append(FakeServer(kind))
         return self.servers[-1]
 
