@@ -10,6 +10,7 @@ from rich.text import Text
 from reports import formatting
 from reports.directory import ResultSet
 from reports.metrics import pick
+from reports.reference import reference_rows
 from reports.schema import CellResult, Status
 from reports.view import COMPARED, View
 
@@ -36,7 +37,8 @@ def render(results: ResultSet) -> RenderableType:
     parts += [_problem(cell) for cell in view.problems]
     parts += [_failures(cell) for cell in view.with_failures]
     parts += _group_tables(view)
-    parts += [table for table in (_starts(view), _comparisons(view), _unsupported(view)) if table is not None]
+    last = (_starts(view), _comparisons(view), _references(view), _unsupported(view))
+    parts += [table for table in last if table is not None]
     return Group(*(Padding(part, (0, 0, 1, 0)) for part in parts))
 
 
@@ -112,6 +114,23 @@ def _comparisons(view: View) -> Table | None:
             style = "" if value is None or 0.98 < value < 1.02 else "green" if better else "red"
             cells.append(Text(formatting.ratio(value), style))
         table.add_row(Text(f"{names[0]} vs {names[1]}"), Text(comparison.group.title, "dim"), *cells)
+    return table
+
+
+def _references(view: View) -> Table | None:
+    rows = reference_rows(view)
+    if not rows:
+        return None
+    title = Text.assemble(("Reference figures", "bold"), f"  {view.source.reference_source or ''}")
+    table = _table(title)
+    for name in ("", ""):
+        table.add_column(name, overflow="fold")
+    for name in ("Reference", "Here", "Ratio", "Target", "Limit"):
+        table.add_column(name, justify="right")
+    styles = {"better": "green", "worse": "red", "same": ""}
+    for row in rows:
+        ours = Text(row.ours, styles[row.tone])
+        table.add_row(Text(row.cell_id), row.metric.label, row.reference, ours, row.ratio, row.target, row.limit)
     return table
 
 

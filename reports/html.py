@@ -14,7 +14,8 @@ from plotly.offline import get_plotlyjs
 from reports import formatting
 from reports.directory import ResultSet
 from reports.figures import Figure, FigureMaker
-from reports.metrics import METRICS, Metric, pick
+from reports.metrics import METRICS, pick
+from reports.reference import reference_rows
 from reports.schema import SCHEMA_VERSION, CellResult, Provenance
 from reports.view import Choice, Variant, View, summarise
 
@@ -78,7 +79,7 @@ def render_html(results: ResultSet) -> str:
         choice_text=choice_text,
         columns=[metric for metric in COLUMNS if any(metric.read(cell) is not None for cell in view.cells)],
         metrics=METRICS,
-        references=_reference_rows(view),
+        references=reference_rows(view),
         reference_source=results.reference_source,
         unsupported=_unsupported(view),
         telemetry=_telemetry(view),
@@ -224,47 +225,6 @@ def _unsupported(view: View) -> list[tuple[str, list[str], int]]:
     return rows
 
 
-@dataclass(frozen=True, slots=True)
-class _ReferenceRow:
-    cell_id: str
-    metric: Metric
-    reference: str
-    ours: str
-    ratio: str
-    tone: str
-    limit: str
-    target: str
-
-
-def _reference_rows(view: View) -> list[_ReferenceRow]:
-    if view.source.index is None:
-        return []
-    by_id = {cell.cell_id: cell for cell in view.cells}
-    rows = []
-    for figure in view.source.index.reference:
-        metric = METRICS.get(figure.metric)
-        if metric is None:
-            continue
-        cell = by_id.get(figure.cell_id)
-        ours = metric.read(cell) if cell is not None else None
-        tone = "same"
-        if ours is not None and figure.target is not None:
-            tone = "better" if (ours >= figure.target) == metric.higher_is_better or ours == figure.target else "worse"
-        rows.append(
-            _ReferenceRow(
-                figure.cell_id,
-                metric,
-                metric.format(figure.value),
-                metric.format(ours),
-                formatting.ratio(None if ours is None or figure.value == 0 else ours / figure.value),
-                tone,
-                metric.format(figure.limit),
-                metric.format(figure.target),
-            )
-        )
-    return rows
-
-
 def _telemetry(view: View) -> list[tuple[CellResult, list[tuple[str, str, str]]]]:
     """Per measured cell: (series, mean, maximum) of what was sampled beside the run."""
     rows = []
@@ -303,7 +263,9 @@ def _provenance_rows(results: ResultSet) -> list[tuple[str, str]]:
         details = [str(gpu.get("name", "GPU"))]
         if gpu.get("memory_bytes"):
             details.append(formatting.byte_size(gpu["memory_bytes"]))
-        details += [f"{key} {gpu[key]}" for key in ("driver", "cuda", "power_limit_w") if gpu.get(key)]
+        details += [f"{key} {gpu[key]}" for key in ("driver", "cuda") if gpu.get(key)]
+        if gpu.get("power_limit_w"):
+            details.append(f"power limit {gpu['power_limit_w']:g} W")
         rows.append((f"GPU {number}", ", ".join(details)))
     rows += [
         ("Platform", made.platform),

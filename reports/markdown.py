@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from reports import formatting
 from reports.directory import ResultSet
 from reports.metrics import pick
+from reports.reference import reference_rows
 from reports.schema import CellResult
 from reports.view import COMPARED, View
 
@@ -26,7 +27,15 @@ _COLUMNS = pick(
 def render_markdown(results: ResultSet) -> str:
     """The report as GitHub-flavoured Markdown, at most `MAX_CHARACTERS` long (whole sections are left out then)."""
     view = View(results)
-    sections = [_heading(view), _problems(view), *_groups(view), _comparisons(view), _unsupported(view), _footer(view)]
+    sections = [
+        _heading(view),
+        _problems(view),
+        *_groups(view),
+        _comparisons(view),
+        _references(view),
+        _unsupported(view),
+        _footer(view),
+    ]
     text = ""
     left_out = 0
     for section in sections:
@@ -83,6 +92,18 @@ def _comparisons(view: View) -> str:
     if not rows:
         return ""
     return "\n".join(["### What each choice buys", "", _table(["", "", *(m.label for m in COMPARED)], rows), ""])
+
+
+def _references(view: View) -> str:
+    rows = [
+        [row.cell_id, row.metric.label, row.reference, row.ours, row.ratio, row.target, row.limit]
+        for row in reference_rows(view)
+    ]
+    if not rows:
+        return ""
+    header = ["", "", "Reference", "Here", "Here / reference", "Target", "Limit"]
+    source = escape_cell(view.source.reference_source or "")
+    return "\n".join(["### Reference figures", "", source, "", _table(header, rows), ""])
 
 
 def _unsupported(view: View) -> str:

@@ -22,6 +22,7 @@ from reports.figures import FigureMaker
 from reports.html import chart_sections, choice_text, embed_json, render_html
 from reports.markdown import MAX_CHARACTERS, render_markdown
 from reports.metrics import METRICS
+from reports.reference import reference_rows
 from reports.schema import CellResult
 from reports.view import View, summarise
 from reports.writers import FORMATS
@@ -189,6 +190,31 @@ def test_embedded_json_reads_back_and_cannot_end_its_element(value: Any) -> None
 def test_embedded_json_refuses_what_is_not_json() -> None:
     with pytest.raises(ValueError, match="JSON"):
         embed_json([float("nan")])
+
+
+@pytest.mark.parametrize("name", ["html", "md", "console"])
+def test_reference_figures_stand_beside_ours(name: str) -> None:
+    results = samples.matrix()
+    if name == "console":
+        console = Console(width=160, file=io.StringIO(), record=True)
+        print_report(results, console)
+        text = console.export_text()
+    else:
+        text = FORMATS[name](results)
+    for word in ("vLLM 0.24.0", "4.71 ms", "3.45 ms", "3.80 ms", "0.67×"):
+        assert word in text, word
+
+
+def test_a_target_is_met_missed_or_unknown() -> None:
+    results = samples.matrix()
+    assert results.index is not None
+    rows = reference_rows(View(results))
+    assert [(row.reference, row.tone) for row in rows] == [("19.6 ms", "better"), ("4.71 ms", "better")]
+    results.index.reference[0].target = 0.001
+    results.index.reference[1].cell_id = "not/run"
+    rows = reference_rows(View(results))
+    assert [row.tone for row in rows] == ["worse", "same"]
+    assert (rows[1].ours, rows[1].ratio) == ("–", "–")
 
 
 def test_charts_of_the_sample_matrix() -> None:
