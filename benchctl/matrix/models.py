@@ -1,19 +1,36 @@
-"""Brings the models of a plan to this machine before anything is measured."""
+"""Brings the models of a plan to this machine, and checks them, before anything is measured."""
 
 from __future__ import annotations
 
 from rich.console import Console
 
 from benchctl.matrix.plan import Plan
+from reports.schema import CellConfig
+from server.config import ModelOptions
+from server.models.pull import pull
+from server.models.registry import must_be_pulled, resolve_model
 
 
 def ensure_models(plan: Plan, console: Console) -> None:
-    """Pull what can be pulled by its short name and is not here; UserError when that does not work."""
-    from server.models.pull import pull
-    from server.models.registry import must_be_pulled
+    """Pull what can be pulled by its short name and is not here, and resolve what the bundled server is to serve.
 
+    Raises UserError: a model that cannot be had, or that does not exist, or a context that it does not have.
+    """
     for model in dict.fromkeys(server.config.model for server in plan.servers if server.config.engine != "url"):
         if must_be_pulled(model):
             with console.status(f"pulling {model} (once)"):
                 folder = pull(model)
             console.print(f"pulled {model} to {folder}", soft_wrap=True, highlight=False)
+    bundled = {server.config.model: server.config for server in plan.servers if server.config.engine == "benchctl"}
+    for model, config in bundled.items():
+        with console.status(f"looking for {model}"):
+            resolve_model(_options(config))
+
+
+def _options(config: CellConfig) -> ModelOptions:
+    arguments = config.server_args
+    return ModelOptions(
+        model=config.model,
+        load_format=arguments.get("load_format", "auto"),
+        max_model_len=arguments.get("max_model_len"),
+    )
