@@ -25,7 +25,7 @@ from torch import nn
 
 from server.compilation import factors as factors_module
 from server.compilation.executor import AttentionCall, PlanExecutor
-from server.compilation.pieces import CompiledPiece, compile_piece, inductor_dir, load_piece
+from server.compilation.pieces import CompiledPiece, compile_piece, compile_processes, inductor_dir, load_piece
 from server.compilation.plan import Plan
 from server.compilation.store import CacheEntryError, CompileCache
 from server.errors import UserError
@@ -184,16 +184,17 @@ class ModelCompiler:
                 from server.compilation.capture import capture
                 from server.compilation.split import split
 
-            with self.timeline.span("compile/dynamo"):
-                captured = capture(self.model, _tuning_size(self.token_budget), self.device)
-            with self.timeline.span("compile/split"):
-                graph = split(captured)
-            with self.timeline.span("compile/isa-probe"):
-                wait_for_isa()
-            pieces = []
-            for number, piece in enumerate(graph.pieces):
-                with self.timeline.span(f"compile/inductor/piece-{number}", cache="miss"):
-                    pieces.append(compile_piece(piece, self._artifact(number)))
+            with compile_processes(self.device):
+                with self.timeline.span("compile/dynamo"):
+                    captured = capture(self.model, _tuning_size(self.token_budget), self.device)
+                with self.timeline.span("compile/split"):
+                    graph = split(captured)
+                with self.timeline.span("compile/isa-probe"):
+                    wait_for_isa()
+                pieces = []
+                for number, piece in enumerate(graph.pieces):
+                    with self.timeline.span(f"compile/inductor/piece-{number}", cache="miss"):
+                        pieces.append(compile_piece(piece, self._artifact(number)))
         (self.directory / _PLAN).write_bytes(msgspec.json.encode(graph.plan))
         return CompiledModel(self.model, graph.plan, pieces, key=self.key, cache_hit=False, directory=self.directory)
 

@@ -1,41 +1,62 @@
 """Compilation of a piece by Inductor, and loading of what it made.
 
-Everything Inductor and Triton write for a piece goes below one directory (`inductor_dir`): the shared objects of
-C++ kernels, generated Python, and the launch configurations that benchmarking chose. A directory can be copied
-elsewhere and loaded from there, on the same software and kind of machine.
+Everything Inductor writes for a piece goes below one directory (`inductor_dir`): the shared objects of C++ kernels,
+generated Python, and the launch configurations that benchmarking chose. A directory can be copied elsewhere and loaded
+from there, on the same software and kind of machine. Artifacts carry their Triton kernels with them.
 """
 
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import fx
 
 CompiledPiece = Callable[..., Sequence[torch.Tensor]]
 
+_CACHE_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
+
 
 @contextmanager
 def inductor_dir(directory: Path) -> Iterator[None]:
-    """Let Inductor and Triton keep their caches below `directory`, and only there."""
-    ours = {"TORCHINDUCTOR_CACHE_DIR": str(directory), "TRITON_CACHE_DIR": str(directory / "triton")}
-    before = {name: os.environ.get(name) for name in ours}
-    os.environ.update(ours)
+    """Let Inductor keep its caches below `directory`, and only there."""
+    before = os.environ.get(_CACHE_VARIABLE)
+    os.environ[_CACHE_VARIABLE] = str(directory)
     try:
         yield
     finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
+        if before is None:
+            os.environ.pop(_CACHE_VARIABLE, None)
+        else:
+            os.environ[_CACHE_VARIABLE] = before
 
 
 @contextmanager
-def _settings() -> Iterator[None]:
+def compile_processes(device: torch.device) -> Iterator[None]:
+    """Let Inductor compile the Triton kernels of the block in processes of its own. They take seconds to start, which
+    they do beside the block's first part (the capture), and end with it. On CPU Inductor runs g++ anyway."""
+    if device.type != "cuda":
+        yield
+        return
+    from torch._inductor.async_compile import AsyncCompile, shutdown_compile_workers
+
+    AsyncCompile.warm_pool()
+    AsyncCompile.use_process_pool()  # submits a first job, which makes the processes start
+    try:
+        yield
+    finally:
+        # Joining them takes a moment and nobody waits for it.
+        threading.Thread(target=shutdown_compile_workers, name="compile-processes", daemon=True).start()
+
+
+@contextmanager
+def _settings(**settings: Any) -> Iterator[None]:
     """Inductor's settings for our artifacts, whatever the environment says about its caches."""
     import torch._functorch.config
     import torch._inductor.config
@@ -49,6 +70,7 @@ def _settings() -> Iterator[None]:
         "fx_graph_remote_cache": False,
         "autotune_local_cache": True,
         "autotune_remote_cache": False,
+        **settings,
     }
     with torch._inductor.config.patch(inductor), torch._functorch.config.patch({"enable_autograd_cache": True}):
         yield
@@ -72,5 +94,35 @@ def load_piece(artifact: Path) -> CompiledPiece:
     """
     from torch._inductor.standalone_compile import CompiledArtifact
 
-    with _settings():
+    # One thread: otherwise loading alone starts a pool of processes for compiling.
+    with _settings(compile_threads=1), _relocated_benchmarks():
         return CompiledArtifact.load(path=str(artifact), format="binary")
+
+
+@contextmanager
+def _relocated_benchmarks() -> Iterator[None]:
+    """Let kernels find what benchmarking chose for them in an earlier start.
+
+    Inductor keeps the choice beside the kernel's source, and a kernel out of an artifact looks for it where the source
+    was when it was compiled. Our directories move; without this every start benchmarks all kernels again.
+    """
+    if not torch.cuda.is_initialized():
+        yield
+        return
+    from torch._inductor.runtime.cache_dir_utils import cache_dir
+    from torch._inductor.runtime.triton_heuristics import CachingAutotuner
+
+    recheck = CachingAutotuner.recheck_autotune_cache
+
+    def relocated(kernel: Any, *arguments: Any, **keywords: Any) -> None:
+        if kernel.filename is not None:
+            kernel.filename = relocate(kernel.filename, cache_dir())
+        recheck(kernel, *arguments, **keywords)
+
+    with patch.object(CachingAutotuner, "recheck_autotune_cache", relocated):
+        yield
+
+
+def relocate(source: str, directory: str) -> str:
+    """Path below Inductor's cache `directory` of generated source that was below another one: `<2 letters>/<name>`."""
+    return str(Path(directory, *Path(source).parts[-2:]))

@@ -21,7 +21,7 @@ from server.worker.input_batch import InputBatch, StepRows
 from server.worker.input_buffers import InputBuffers
 from server.worker.logprobs import LogprobTensors, gather_logprobs
 from server.worker.prompt_logprobs import PromptLogprobs, PromptPart
-from server.worker.sampler import sample
+from server.worker.sampler import RandomRows, SamplingMetadata, sample
 from server.worker.sampling_state import SamplingState
 
 if TYPE_CHECKING:
@@ -256,10 +256,23 @@ class ModelRunner:
 
     @torch.inference_mode()
     def profile_run(self) -> None:
-        """The largest step there can be: a full token budget and logits of a full batch."""
+        """The largest step there can be: a full token budget, log-probabilities of a full batch, and a full batch that
+        samples from a part of the vocabulary, which takes the most memory."""
         hidden = self.dummy_run(self.max_num_tokens)
         logits = self.model.compute_logits(hidden[: self.max_num_seqs])
         logits.float().log_softmax(dim=-1)
+        count, vocab = logits.shape
+        zeros = torch.zeros(count, dtype=torch.int64, device=self.device)
+        random = RandomRows(
+            rows=None,
+            temperature=torch.ones(count, device=self.device),
+            seeds=zeros,
+            top_k=zeros + vocab // 2,
+            top_p=torch.full((count,), 0.9, device=self.device),
+            min_p=None,
+            max_top_k=vocab // 2,
+        )
+        sample(logits, SamplingMetadata(random=random), zeros)
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import random
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -20,6 +21,7 @@ from server.config import (
     SchedulerOptions,
     ServerConfig,
 )
+from server.ipc.engine_to_worker import ScheduleStep
 from server.sampling_params import SamplingParams
 from server.timeline import Timeline
 from server.worker.worker import Worker
@@ -82,15 +84,17 @@ def start_worker(
     custom_ops: Any = "auto",
     sizes: tuple[int, ...] | None = None,
     num_blocks: int | None = 256,
+    gpu_memory_utilization: float = 0.5,
     max_num_seqs: int = MAX_NUM_SEQS,
     token_budget: int = TOKEN_BUDGET,
+    device: Literal["cuda", "cpu"] = "cuda",
 ) -> Worker:
     """A started worker with its caches below `directory`."""
     runtime_dir = directory / f"run-{random.getrandbits(48):x}"
     runtime_dir.mkdir(parents=True)
     config = ServerConfig(
         model=ModelOptions(model=str(model), load_format="dummy", max_model_len=1024),
-        cache=CacheOptions(num_gpu_blocks_override=num_blocks),
+        cache=CacheOptions(num_gpu_blocks_override=num_blocks, gpu_memory_utilization=gpu_memory_utilization),
         scheduler=SchedulerOptions(max_num_seqs=max_num_seqs, max_num_batched_tokens=token_budget),
         compilation=CompilationOptions(
             mode=mode,
@@ -100,12 +104,22 @@ def start_worker(
             cache_dir=str(directory / "cache"),
         ),
         attention=AttentionOptions(backend=backend),
-        device="cuda",
+        device=device,
         runtime_dir=str(runtime_dir),
     )
     worker = Worker(_Child(config))  # type: ignore[arg-type]
     worker.start()
     return worker
+
+
+def free(worker: Worker) -> None:
+    """Give the worker's device memory back; it is unusable afterwards."""
+    gc.unfreeze()
+    for layer in worker.runner.attention_layers.values():
+        layer.kv_cache = None
+    worker.__dict__.clear()
+    gc.collect()
+    torch.cuda.empty_cache()
 
 
 def forced_logprobs(worker: Worker, prompts: list[list[int]], chunk: int) -> list[torch.Tensor]:
@@ -139,14 +153,14 @@ def forced_logprobs(worker: Worker, prompts: list[list[int]], chunk: int) -> lis
         results.append(rows)
     for name in names:
         driver.drop(name)
-    driver.runner.batch.apply(_drops(driver))
+    forget(driver)
     return results
 
 
-def _drops(driver: Driver) -> Any:
-    from server.ipc.engine_to_worker import ScheduleStep
-
-    return ScheduleStep(10**6, [], {}, {}, list(driver._dropped))
+def forget(driver: Driver) -> None:
+    """Let the worker forget the requests that the driver dropped."""
+    driver.runner.execute(ScheduleStep(10**6, [], {}, {}, list(driver._dropped)))
+    driver._dropped = []
 
 
 def some_prompts(lengths: list[int], seed: int = 0) -> list[list[int]]:
