@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
+
 
 class BlockPool:
     """Blocks 0 to `num_blocks - 1`.
@@ -16,8 +18,8 @@ class BlockPool:
             raise ValueError(f"a pool needs at least one block, got {num_blocks}")
         self.num_blocks = num_blocks
         self.references = [0] * num_blocks
-        # A dict keeps insertion order and removes from the middle in O(1).
-        self._free: dict[int, None] = dict.fromkeys(range(num_blocks))
+        # O(1) removal from the middle, and unlike a dict's from the front too: a dict walks over what was deleted.
+        self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
         self._hash_of: list[bytes | None] = [None] * num_blocks
         self._cached: dict[bytes, int] = {}
 
@@ -39,8 +41,7 @@ class BlockPool:
             raise ValueError(f"{count} blocks wanted, {len(self._free)} are free")
         taken = []
         for _ in range(count):
-            block = next(iter(self._free))
-            del self._free[block]
+            block, _ = self._free.popitem(last=False)
             self._forget(block)
             self.references[block] = 1
             taken.append(block)

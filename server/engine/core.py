@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import time
 from collections import defaultdict
@@ -78,6 +79,9 @@ class EngineCore:
             mode=ready.mode,
             max_num_batched_tokens=ready.max_num_batched_tokens,
         )
+        # Modules and the block pool live as long as the process: do not trace them at every collection.
+        gc.collect()
+        gc.freeze()
         self.child.ready(num_blocks=ready.num_blocks, block_size=ready.block_size)
 
     def run(self) -> None:
@@ -159,10 +163,14 @@ class EngineCore:
             self._num_jit_events = message.num_jit_events
             for phase, seconds in message.step_seconds.items():
                 self._seconds[phase] += seconds
+            before = time.perf_counter()
             outputs: dict[int, list[RequestOutput]] = {}
             for client_index, output in self.scheduler.update(message):
                 outputs.setdefault(client_index, []).append(output)
+            updated = time.perf_counter()
+            self._seconds["update"] += updated - before
             self._send_outputs(outputs)
+            self._seconds["send"] += time.perf_counter() - updated
         elif isinstance(message, ControlDone):
             client_index, call_id = self._control_clients.pop(message.call_id)
             self._send(client_index, ControlReply(call_id, message.error))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import sys
 from array import array
 
 from server.engine.block_pool import BlockPool
@@ -54,15 +55,18 @@ class KVCacheManager:
             self.num_queries += len(request.token_ids)
             self.num_hits += len(hits) * self.block_size
 
-    def can_admit(self, request: Request, prefix: list[int], num_tokens: int) -> bool:
-        """Whether the pool can hold `num_tokens` tokens of a request that starts from the cached `prefix`."""
-        free = self.pool.num_free - sum(1 for block in prefix if self.pool.references[block] == 0)
-        return -(-num_tokens // self.block_size) - len(prefix) <= free
+    def room_after(self, prefix: list[int], num_tokens: int) -> int:
+        """Blocks that stay free once a request that starts from the cached `prefix` holds `num_tokens` tokens;
+        negative when it lacks that many."""
+        taken = sum(1 for block in prefix if self.pool.references[block] == 0)
+        return self.pool.num_free - taken - (-(-num_tokens // self.block_size) - len(prefix))
 
     def admit(self, request: Request, prefix: list[int], num_tokens: int) -> None:
         """Give a request without blocks the cached `prefix` and new blocks for `num_tokens` tokens in all."""
         self.pool.touch(prefix)
         request.block_ids = list(prefix)
+        request.num_cached_blocks = len(prefix)
+        request.cache_at = (len(prefix) + 1) * self.block_size if self.enable_prefix_caching else sys.maxsize
         self.grow(request, num_tokens)
 
     def grow(self, request: Request, num_tokens: int) -> list[int]:
@@ -70,18 +74,17 @@ class KVCacheManager:
 
         Raises ValueError when the pool has not enough.
         """
-        needed = self.blocks_needed(request, num_tokens)
-        if not needed:
-            return []
-        new = self.pool.allocate(needed)
+        new = self.pool.allocate(self.blocks_needed(request, num_tokens))
         request.block_ids += new
+        request.capacity = len(request.block_ids) * self.block_size
         return new
 
     def cache_blocks(self, request: Request) -> None:
         """Index the request's blocks that are full of known tokens, computed or scheduled to be.
 
-        Called once a step is settled: the worker runs steps in order, so whoever finds a block here reads it after it
-        is written. A block with a token in flight waits until the token is known.
+        Called once a step is settled, for requests that have computed `cache_at` tokens: the worker runs steps in
+        order, so whoever finds a block here reads it after it is written. A block with a token in flight waits until
+        the token is known.
         """
         if not self.enable_prefix_caching:
             return
@@ -89,11 +92,13 @@ class KVCacheManager:
         for i in range(request.num_cached_blocks, full):
             self.pool.cache(request.block_ids[i], self._hash(request, i))
         request.num_cached_blocks = max(request.num_cached_blocks, full)
+        request.cache_at = (request.num_cached_blocks + 1) * self.block_size
 
     def free(self, request: Request) -> None:
+        """Take all its blocks from a request; what they cache stays until somebody else gets them."""
         self.pool.release(request.block_ids)
         request.block_ids = []
-        request.num_cached_blocks = 0
+        request.capacity = 0
 
     def _hash(self, request: Request, index: int) -> bytes:
         hashes = request.block_hashes

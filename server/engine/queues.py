@@ -5,96 +5,100 @@ from __future__ import annotations
 import heapq
 import itertools
 from abc import ABC, abstractmethod
-from collections import deque
+from collections import OrderedDict
 from typing import Literal
 
-from server.engine.request import Request, Status
+from server.engine.request import Request
 
 
 class WaitingQueue(ABC):
-    """Requests that ended while they waited are skipped, not searched for."""
+    """Requests that wait for their first step, or for their next one after a preemption."""
 
-    def __init__(self) -> None:
-        self._size = 0
+    @abstractmethod
+    def __len__(self) -> int: ...
 
-    def __len__(self) -> int:
-        return self._size
+    @abstractmethod
+    def push(self, request: Request) -> None: ...
 
-    def push(self, request: Request) -> None:
-        self._size += 1
-        self._push(request)
-
+    @abstractmethod
     def push_preempted(self, request: Request) -> None:
-        """Back in, ahead of all that came later."""
-        self._size += 1
-        self._push_front(request)
+        """Back in, ahead of all that came later. Of several, the one that came last is pushed first."""
 
+    @abstractmethod
     def peek(self) -> Request | None:
-        """The next request that still waits."""
-        while (head := self._head()) is not None and head.status is Status.FINISHED:
-            self._pop()
-        return head
+        """The next request, left where it is."""
 
+    @abstractmethod
     def pop(self) -> Request:
-        self._size -= 1
-        return self._pop()
+        """Take the next request out. Raises IndexError or KeyError when nobody waits."""
 
+    @abstractmethod
     def discard(self, request: Request) -> None:
-        """Count out a request of this queue that has ended."""
-        self._size -= 1
-
-    @abstractmethod
-    def _push(self, request: Request) -> None: ...
-
-    @abstractmethod
-    def _push_front(self, request: Request) -> None: ...
-
-    @abstractmethod
-    def _head(self) -> Request | None: ...
-
-    @abstractmethod
-    def _pop(self) -> Request: ...
+        """Take out a request that ended while it waited here."""
 
 
 class FcfsQueue(WaitingQueue):
     """First come, first served; the preempted first of all."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self._requests: deque[Request] = deque()
+        # Ordered, with removal from the middle in O(1): a client that goes away takes its prompt along.
+        self._requests: OrderedDict[str, Request] = OrderedDict()
 
-    def _push(self, request: Request) -> None:
-        self._requests.append(request)
+    def __len__(self) -> int:
+        return len(self._requests)
 
-    def _push_front(self, request: Request) -> None:
-        self._requests.appendleft(request)
+    def push(self, request: Request) -> None:
+        self._requests[request.request_id] = request
 
-    def _head(self) -> Request | None:
-        return self._requests[0] if self._requests else None
+    def push_preempted(self, request: Request) -> None:
+        self._requests[request.request_id] = request
+        self._requests.move_to_end(request.request_id, last=False)
 
-    def _pop(self) -> Request:
-        return self._requests.popleft()
+    def peek(self) -> Request | None:
+        return next(iter(self._requests.values()), None)
+
+    def pop(self) -> Request:
+        return self._requests.popitem(last=False)[1]
+
+    def discard(self, request: Request) -> None:
+        del self._requests[request.request_id]
 
 
 class PriorityQueue(WaitingQueue):
     """Smallest `priority` first, then order of arrival."""
 
     def __init__(self) -> None:
-        super().__init__()
         self._heap: list[tuple[int, int, int, Request]] = []
+        self._waiting: set[str] = set()
         self._counter = itertools.count()
 
-    def _push(self, request: Request) -> None:
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def push(self, request: Request) -> None:
+        self._waiting.add(request.request_id)
         heapq.heappush(self._heap, (request.priority, request.queued_ns, next(self._counter), request))
 
-    def _push_front(self, request: Request) -> None:
-        self._push(request)
+    def push_preempted(self, request: Request) -> None:
+        self.push(request)
 
-    def _head(self) -> Request | None:
+    def peek(self) -> Request | None:
+        while self._heap and self._heap[0][3].request_id not in self._waiting:
+            heapq.heappop(self._heap)
         return self._heap[0][3] if self._heap else None
 
-    def _pop(self) -> Request:
-        return heapq.heappop(self._heap)[3]
+    def pop(self) -> Request:
+        self.peek()
+        request = heapq.heappop(self._heap)[3]
+        self._waiting.remove(request.request_id)
+        return request
+
+    def discard(self, request: Request) -> None:
+        self._waiting.remove(request.request_id)
+        # The ended are skipped when they come up, which at the lowest priority may be never: keep them a minority.
+        if len(self._heap) > 2 * len(self._waiting) + 16:
+            self._heap = [entry for entry in self._heap if entry[3].request_id in self._waiting]
+            heapq.heapify(self._heap)
 
 
 def make_queue(policy: Literal["fcfs", "priority"]) -> WaitingQueue:

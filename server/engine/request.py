@@ -27,14 +27,18 @@ class Request:
     __slots__ = (
         "block_hashes",
         "block_ids",
+        "cache_at",
+        "capacity",
         "client_index",
         "finish_reason",
         "first_output_sent",
         "in_flight",
+        "max_total_tokens",
         "num_cached",
         "num_cached_blocks",
         "num_computed",
         "num_prompt",
+        "num_tokens",
         "priority",
         "prompt_logprobs",
         "queued_ns",
@@ -57,7 +61,16 @@ class Request:
         self.num_computed = 0
         """Tokens that are computed or scheduled to be."""
         self.in_flight = 0
+        """Tokens that are being sampled."""
+        self.num_tokens = self.num_prompt
+        """All tokens that exist: `len(token_ids) + in_flight`."""
+        self.max_total_tokens = self.num_prompt + self.sampling.max_tokens
+        """Tokens at which the request ends; the scheduler lowers it to the context length."""
         self.block_ids: list[int] = []
+        self.capacity = 0
+        """Tokens that fit in `block_ids`."""
+        self.cache_at = 0
+        """Computed tokens from which on another block is full, and so worth indexing."""
         self.block_hashes: list[bytes] = []
         """Chained hashes of the full blocks of `token_ids`, as far as they were needed."""
         self.status = Status.WAITING
@@ -71,11 +84,6 @@ class Request:
         self.first_output_sent = False
         self.prompt_logprobs: list[TokenLogprobs | None] = []
         self.stop_set = frozenset(self.sampling.stop_token_ids) | frozenset(self.sampling.eos_token_ids)
-
-    @property
-    def num_tokens(self) -> int:
-        """All tokens that exist, known or in flight."""
-        return len(self.token_ids) + self.in_flight
 
     @property
     def num_output(self) -> int:

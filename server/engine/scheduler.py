@@ -64,97 +64,123 @@ class Scheduler:
 
     def add(self, request: Request) -> RequestOutput | None:
         """Queue a request; returns its end if it can never run."""
-        if request.num_prompt >= self.max_model_len:
+        if not 0 < request.num_prompt < self.max_model_len:
             return RequestOutput(request.request_id, [], finish_reason="error")
+        request.max_total_tokens = min(request.max_total_tokens, self.max_model_len)
         self.requests[request.request_id] = request
         self.waiting.push(request)
         return None
 
     def abort(self, request_ids: Iterable[str]) -> list[Request]:
         """End requests at once, whatever they are doing; returns those that were there."""
-        aborted = [r for r in map(self.requests.get, request_ids) if r is not None]
+        aborted = [r for r in map(self.requests.get, dict.fromkeys(request_ids)) if r is not None]
         for request in aborted:
             self._finish(request, "abort")
-        if any(aborted):
+        if aborted:
             self.running = [r for r in self.running if r.status is Status.RUNNING]
         return aborted
-
-    def has_work(self) -> bool:
-        """Whether a step could be scheduled now, or the worker must be told to forget somebody."""
-        return bool(self.requests)
 
     def schedule(self) -> ScheduleStep | None:
         """The next step; None when nothing can run now."""
         scheduled: dict[str, int] = {}
         grown: dict[str, list[int]] = {}
         preemptions = self.num_preemptions
-        budget = self._schedule_running(self.token_budget, scheduled, grown, decodes=True)
-        budget = self._schedule_running(budget, scheduled, grown, decodes=False)
+        budget = self._schedule_running(scheduled, grown)
         new_requests = [] if self.num_preemptions > preemptions else self._admit(budget, scheduled)
         if not scheduled:
             return None
+        requests = self.requests
         for request_id, count in scheduled.items():
-            request = self.requests[request_id]
-            request.num_computed += count
-            if request.num_computed == request.num_tokens:
+            request = requests[request_id]
+            computed = request.num_computed = request.num_computed + count
+            if computed == request.num_tokens:
                 request.in_flight += 1
-            self.kv.cache_blocks(request)
+                request.num_tokens += 1
+            if computed >= request.cache_at:
+                self.kv.cache_blocks(request)
         self.num_steps += 1
         self._in_flight.append(self.num_steps)
         dropped, self._dropped = self._dropped, []
         return ScheduleStep(self.num_steps, new_requests, scheduled, grown, dropped)
 
-    def _schedule_running(
-        self, budget: int, scheduled: dict[str, int], grown: dict[str, list[int]], *, decodes: bool
-    ) -> int:
-        """Give running requests their one token (`decodes`) or a chunk (the others); returns the budget left."""
-        i = 0
-        while i < len(self.running) and budget > 0:
-            request = self.running[i]
-            i += 1
-            wanted = request.num_tokens - request.num_computed
-            if (wanted == 1) is not decodes or wanted == 0 or self._is_complete(request):
+    def _schedule_running(self, scheduled: dict[str, int], grown: dict[str, list[int]]) -> int:
+        """Give each running request that generates its one token, then the others chunks; returns the budget left.
+
+        The ones always fit the budget: nobody is admitted without a token of it, so no more run than it has.
+        """
+        others = []
+        # Over a copy: whoever is preempted on the way leaves `running`.
+        for request in tuple(self.running):
+            if request.num_tokens >= request.max_total_tokens or request.status is not Status.RUNNING:
                 continue
-            count = min(wanted, budget, self.chunk_limit)
-            while self.kv.blocks_needed(request, request.num_computed + count) > self.kv.pool.num_free:
-                victim = self._victim()
-                budget += scheduled.pop(victim.request_id, 0)
-                grown.pop(victim.request_id, None)
-                self._preempt(victim)
-                if victim is request:
-                    break
+            end = request.num_computed + 1
+            if end != request.num_tokens:
+                others.append(request)
+            elif end <= request.capacity or self._make_room(request, end, scheduled, grown):
+                scheduled[request.request_id] = 1
+        budget = self.token_budget - len(scheduled)
+        for request in others:
+            if budget <= 0:
+                break
             if request.status is not Status.RUNNING:
-                i -= 1
                 continue
-            # A victim that stood before this request has moved it.
-            if i > len(self.running) or self.running[i - 1] is not request:
-                i = self.running.index(request) + 1
-            if new := self.kv.grow(request, request.num_computed + count):
-                grown[request.request_id] = new
-            scheduled[request.request_id] = count
-            budget -= count
+            count = self._chunk(request.num_tokens - request.num_computed, budget)
+            if self._make_room(request, request.num_computed + count, scheduled, grown):
+                scheduled[request.request_id] = count
+                budget -= count
         return budget
 
+    def _chunk(self, wanted: int, budget: int) -> int:
+        """How many of the `wanted` tokens a request may have in this step."""
+        return min(wanted, budget, self.chunk_limit if len(self.requests) > 1 else budget)
+
+    def _make_room(
+        self, request: Request, num_tokens: int, scheduled: dict[str, int], grown: dict[str, list[int]]
+    ) -> bool:
+        """Give a running request blocks for `num_tokens` tokens in all, taking them from the last in the policy's
+        order; False when that was the request itself."""
+        while self.kv.blocks_needed(request, num_tokens) > self.kv.pool.num_free:
+            victim = self._victim()
+            scheduled.pop(victim.request_id, None)
+            grown.pop(victim.request_id, None)
+            self._preempt(victim)
+            if victim is request:
+                return False
+        if new := self.kv.grow(request, num_tokens):
+            grown[request.request_id] = new
+        return True
+
     def _admit(self, budget: int, scheduled: dict[str, int]) -> list[NewRequest]:
-        new_requests = []
-        while budget > 0 and len(self.running) < self.max_num_seqs:
+        """Take in waiting requests, in order, while budget, batch and pool have room for them.
+
+        A request is let in when the pool could hold all its tokens beside all that the running ones have, not just
+        its first chunk: else it would be preempted, and its chunks computed again, as soon as they met.
+        """
+        new_requests: list[NewRequest] = []
+        reserved: int | None = None
+        while budget > 0 and len(self.running) < self.max_num_seqs and self.kv.pool.num_free:
             request = self.waiting.peek()
             if request is None or request.in_flight:
                 break
             prefix = self.kv.find_prefix(request)
-            computed = len(prefix) * self.kv.block_size
-            count = min(request.num_tokens - computed, budget, self.chunk_limit)
-            if not self.kv.can_admit(request, prefix, computed + count):
+            room = self.kv.room_after(prefix, request.num_tokens)
+            if room < 0:
                 break
+            if reserved is None:
+                reserved = sum(self.kv.blocks_needed(r, r.num_tokens) for r in self.running)
+            if room < reserved:
+                break
+            computed = len(prefix) * self.kv.block_size
+            count = self._chunk(request.num_tokens - computed, budget)
             self.waiting.pop()
             self.kv.admit(request, prefix, computed + count)
+            reserved += self.kv.blocks_needed(request, request.num_tokens)
             if request.status is Status.WAITING:
                 self.kv.count_lookup(request, prefix)
                 request.scheduled_ns = time.monotonic_ns()
                 request.num_cached = computed
             request.status = Status.RUNNING
             request.num_computed = computed
-            request.num_cached_blocks = len(prefix)
             self.running.append(request)
             scheduled[request.request_id] = count
             budget -= count
@@ -170,13 +196,6 @@ class Scheduler:
             )
         return new_requests
 
-    def _is_complete(self, request: Request) -> bool:
-        """Whether the tokens in flight are the last that the request may have."""
-        return request.in_flight > 0 and (
-            request.num_output + request.in_flight >= request.sampling.max_tokens
-            or request.num_tokens >= self.max_model_len
-        )
-
     def _victim(self) -> Request:
         if self.policy == "fcfs":
             return self.running[-1]
@@ -188,8 +207,6 @@ class Scheduler:
         self.running.remove(request)
         request.status = Status.PREEMPTED
         request.num_computed = 0
-        if not request.first_output_sent:
-            request.prompt_logprobs = []
         self._dropped.append(request.request_id)
         self.waiting.push_preempted(request)
 
@@ -200,8 +217,10 @@ class Scheduler:
             raise RuntimeError(f"the worker answered step {result.step_id}, step {expected} is due")
         for request_id, part in result.prompt_logprobs.items():
             request = self.requests.get(request_id)
-            if request is not None and not request.first_output_sent:
-                request.prompt_logprobs += part
+            if request is None or request.first_output_sent:
+                continue
+            # A part that begins with the first token (which has none) starts over after a preemption.
+            request.prompt_logprobs = part if part[0] is None else request.prompt_logprobs + part
         outputs = []
         finished = False
         for request_id, token in zip(result.request_ids, result.token_ids, strict=True):
@@ -220,23 +239,25 @@ class Scheduler:
                 output.scheduled_ns = request.scheduled_ns
                 if request.sampling.prompt_logprobs is not None:
                     output.prompt_logprobs = request.prompt_logprobs
-            if (reason := self._finish_reason(request, token)) is not None:
-                output.finish_reason = reason
-                if reason == "stop" and token in request.sampling.stop_token_ids:
-                    output.stop_token_id = token
-                self._finish(request, reason)
-                finished = True
+            if len(request.token_ids) >= request.max_total_tokens or token in request.stop_set:
+                finished |= self._end_with(request, token, output)
             outputs.append((request.client_index, output))
         if finished:
             self.running = [r for r in self.running if r.status is Status.RUNNING]
         return outputs
 
-    def _finish_reason(self, request: Request, token: int) -> FinishReason | None:
+    def _end_with(self, request: Request, token: int, output: RequestOutput) -> bool:
+        """End a request if its newest token is the last, and say so in `output`."""
         if token in request.stop_set and request.num_output > request.sampling.min_tokens:
-            return "stop"
-        if request.num_output >= request.sampling.max_tokens or len(request.token_ids) >= self.max_model_len:
-            return "length"
-        return None
+            output.finish_reason = "stop"
+            if token in request.sampling.stop_token_ids:
+                output.stop_token_id = token
+        elif len(request.token_ids) >= request.max_total_tokens:
+            output.finish_reason = "length"
+        else:
+            return False
+        self._finish(request, output.finish_reason)
+        return True
 
     def _finish(self, request: Request, reason: FinishReason) -> None:
         """The caller takes it out of `running`."""
