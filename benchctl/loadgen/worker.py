@@ -1,0 +1,518 @@
+"""One worker: a share of the schedule in, records out. It runs on any asyncio loop and knows no other process."""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+import random
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from benchctl.loadgen.assign import Share
+from benchctl.loadgen.connection import Connection, Flight
+from benchctl.loadgen.endpoint import Connector, RequestEncoder, as_messages, parse_endpoint
+from benchctl.loadgen.options import LoadOptions
+from benchctl.loadgen.records import CAUSE_LABELS, Cause, Record, RecordFile, TokenSource
+from benchctl.loadgen.stream import AnswerStream
+from benchctl.loadgen.timer import DeadlineTimer
+from workloads.base import Message, WorkloadRequest
+
+if TYPE_CHECKING:
+    from workloads.tokenizer import TokenizerLike
+
+LOOKAHEAD_NS = 50_000_000
+"""How long before it is due a request is encoded and a connection for it opened."""
+REPORT_INTERVAL_S = 0.25
+_SWEEP_INTERVAL_S = 0.05
+_PREPARE_AT_ONCE = 8
+"""Requests prepared between two looks at the sockets."""
+_MOST_CONNECTING = 256
+_GIVE_UP_CONNECTS = 50
+_GIVE_UP_NS = 5_000_000_000
+_REFUSED_PAUSE_NS = 100_000_000
+"""A user of a closed loop whose connection was refused waits this long: the workload must not burn down at once."""
+_RETRYABLE_STATUS = frozenset({408, 425, 429, 500, 502, 503, 504})
+
+
+class Report(msgspec.Struct):
+    """How far a worker is."""
+
+    completed: int = 0
+    failed: int = 0
+    in_flight: int = 0
+    tokens: int = 0
+    """Token events, those of requests in flight included."""
+    ttft_s: list[float] = []
+    """Of requests that ended since the last report."""
+
+
+class LoadWorker:
+    """Sends its share from `start_ns` on; `run` returns when everything has ended or `cancel` was called."""
+
+    def __init__(
+        self,
+        share: Share,
+        options: LoadOptions,
+        records: RecordFile,
+        on_report: Callable[[Report], None],
+    ) -> None:
+        self._share = share
+        self._options = options
+        self._records = records
+        self._on_report = on_report
+        endpoint = parse_endpoint(options.url, options.endpoint)
+        self._encoder = RequestEncoder(
+            endpoint,
+            model=options.model,
+            chat=options.endpoint == "chat",
+            api_key=options.api_key,
+            force_lengths=options.force_lengths,
+            continuous_usage=options.continuous_usage,
+        )
+        self._loop = asyncio.get_running_loop()
+        self._connector = Connector(
+            endpoint, self._loop, lambda: Connection(self, self._loop), options.connect_timeout_s
+        )
+        self._timer = DeadlineTimer(self._loop, self._tick)
+        self._ended: asyncio.Future[None] = self._loop.create_future()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._closed_loop = share.times_ns is None
+        self._start_ns = 0
+        self._next = 0
+        self._prepared: deque[Flight] = deque()
+        self._later: list[tuple[int, int, Flight]] = []
+        """Heap of flights that are due at a time of their own: later turns and retries."""
+        self._sequence = 0
+        self._capped: deque[Flight] = deque()
+        self._waiting: deque[Flight] = deque()
+        """Due, but without a connection yet."""
+        self._idle: list[Connection] = []
+        self._connecting = 0
+        self._flying: dict[Flight, Connection] = {}
+        self._active = 0
+        self._turns: dict[int, list[int]] = {}
+        """Position of the turn in flight -> positions of the turns after it."""
+        self._history: dict[int, list[Message]] = {}
+        self._tokenizer: TokenizerLike | None = None
+        self._stopping = False
+        self._refused = 0
+        self._last_contact_ns = 0
+        self._report = Report()
+        self._ended_tokens = 0
+        self.aborted: str | None = None
+        """Why the worker gave up, or None."""
+        self.error_details: dict[str, str] = {}
+
+    async def run(self, start_ns: int) -> None:
+        """Send everything; `start_ns` is CLOCK_MONOTONIC, equal for all workers, and not far in the future."""
+        self._start_ns = self._last_contact_ns = start_ns
+        self._loop.set_exception_handler(self._on_loop_error)
+        sweep = self._loop.create_task(self._sweep())
+        try:
+            if self._closed_loop:
+                self._later = []
+                self._prepare_users()
+            self._tick()
+            await self._ended
+        finally:
+            sweep.cancel()
+            self._timer.close()
+            for task in list(self._tasks):
+                task.cancel()
+            for connection in [*self._idle, *self._flying.values()]:
+                connection.abort()
+            self._send_report()
+
+    def cancel(self) -> None:
+        """End now: what is in flight is recorded as interrupted, what was not sent is not recorded."""
+        self._stopping = True
+        now_ns = time.monotonic_ns()
+        for flight, connection in list(self._flying.items()):
+            connection.abort()
+            self._record(flight, Cause.INTERRUPTED, now_ns)
+        self._flying.clear()
+        if not self._ended.done():
+            self._ended.set_result(None)
+
+    # --- when ---
+
+    def _tick(self) -> None:
+        """Send what is due, then prepare what will be due soon; sending goes first."""
+        if self._ended.done():
+            return
+        share, start_ns = self._share, self._start_ns
+        prepared = 0
+        while True:
+            now_ns = time.monotonic_ns()
+            if self._prepared and not self._closed_loop and self._prepared[0].scheduled_ns <= now_ns:
+                self._due(self._prepared.popleft())
+            elif self._later and self._later[0][0] <= now_ns:
+                self._due(heapq.heappop(self._later)[2])
+            elif (
+                share.times_ns is not None
+                and self._next < len(share.first)
+                and start_ns + int(share.times_ns[self._next]) - LOOKAHEAD_NS <= now_ns
+                and not self._stopping
+            ):
+                if prepared == _PREPARE_AT_ONCE:
+                    break
+                prepared += 1
+                self._prepare_next()
+            else:
+                break
+        self._arm()
+        self._check_end()
+
+    def _arm(self) -> None:
+        times = []
+        if self._prepared and not self._closed_loop:
+            times.append(self._prepared[0].scheduled_ns)
+        if self._later:
+            times.append(self._later[0][0])
+        if self._share.times_ns is not None and self._next < len(self._share.first) and not self._stopping:
+            times.append(self._start_ns + int(self._share.times_ns[self._next]) - LOOKAHEAD_NS)
+        if times:
+            self._timer.arm(min(times))
+
+    def _prepare_next(self) -> None:
+        """Encode the next request of an open loop and see that a connection will be there for it."""
+        assert self._share.times_ns is not None
+        position = int(self._share.first[self._next])
+        due_ns = self._start_ns + int(self._share.times_ns[self._next])
+        self._next += 1
+        self._prepared.append(self._make_flight(position, due_ns))
+        self._reserve(len(self._prepared))
+
+    def _reserve(self, wanted: int) -> None:
+        if self._share.concurrency is not None:
+            wanted = min(wanted, self._share.concurrency - self._active)
+        free = len(self._idle) + self._connecting - len(self._waiting)
+        while free < wanted and self._connecting < _MOST_CONNECTING:
+            self._open_connection()
+            free += 1
+
+    def _prepare_users(self) -> None:
+        """The first request of every user of a closed loop."""
+        assert self._share.concurrency is not None
+        users = min(self._share.concurrency, len(self._share.first))
+        for _ in range(users):
+            position = int(self._share.first[self._next])
+            self._next += 1
+            self._push_later(self._start_ns, self._make_flight(position, self._start_ns))
+        self._reserve(users)
+        self._loop.call_later(LOOKAHEAD_NS / 1e9, self._refill)
+
+    def _refill(self) -> None:
+        """Keep one encoded request ready for each of the users (at most 32) of a closed loop."""
+        assert self._share.concurrency is not None
+        while (
+            not self._stopping
+            and self._next < len(self._share.first)
+            and len(self._prepared) < min(self._share.concurrency, 32)
+        ):
+            position = int(self._share.first[self._next])
+            self._next += 1
+            self._prepared.append(self._make_flight(position, 0))
+
+    def _next_of_user(self, free_ns: int) -> None:
+        """A user of a closed loop is free since `free_ns`: its next request is due now."""
+        if self._stopping:
+            return
+        if not self._prepared:
+            self._refill()
+        if not self._prepared or self._is_over(free_ns):
+            return
+        flight = self._prepared.popleft()
+        flight.scheduled_ns = flight.ready_ns = free_ns
+        if self._refused:
+            self._push_later(free_ns + _REFUSED_PAUSE_NS, flight)
+            self._arm()
+        else:
+            self._launch(flight)
+        self._loop.call_soon(self._refill)
+
+    def _is_over(self, at_ns: int) -> bool:
+        duration_ns = self._share.duration_ns
+        return duration_ns is not None and at_ns >= self._start_ns + duration_ns
+
+    def _push_later(self, due_ns: int, flight: Flight) -> None:
+        self._sequence += 1
+        heapq.heappush(self._later, (due_ns, self._sequence, flight))
+
+    # --- what ---
+
+    def _make_flight(self, position: int, due_ns: int) -> Flight:
+        request = self._share.requests[position]
+        if position in self._share.later:
+            self._turns[position] = self._share.later[position]
+        flight = Flight(position, request, self._encoder.encode(request), scheduled_ns=due_ns, ready_ns=due_ns)
+        self._reset_answer(flight)
+        return flight
+
+    def _reset_answer(self, flight: Flight) -> None:
+        request = flight.request
+        assert isinstance(request, WorkloadRequest)
+        keep_text = self._options.tokenizer is not None or (flight.index in self._turns and self._appends(flight.index))
+        flight.answer = AnswerStream(keep_text=keep_text)
+        flight.end_ns = flight.http_status = 0
+        flight.retry_after_s = None
+
+    def _appends(self, position: int) -> bool:
+        return self._share.requests[self._turns[position][0]].append_reply
+
+    # --- sending ---
+
+    def _due(self, flight: Flight) -> None:
+        if self._stopping:
+            return
+        if flight.attempts:
+            self._fly(flight)  # a retry has kept its place
+        elif not self._closed_loop and self._share.concurrency is not None and self._active >= self._share.concurrency:
+            self._capped.append(flight)
+        else:
+            self._launch(flight)
+
+    def _launch(self, flight: Flight) -> None:
+        self._active += 1
+        self._fly(flight)
+
+    def _fly(self, flight: Flight) -> None:
+        if self._idle:
+            self._send(flight, self._idle.pop())
+        else:
+            self._waiting.append(flight)
+            if self._connecting < min(len(self._waiting), _MOST_CONNECTING):
+                self._open_connection()
+
+    def _send(self, flight: Flight, connection: Connection) -> None:
+        connection.send(flight)
+        flight.deadline_ns = time.monotonic_ns() + int(self._options.timeout_s * 1e9)
+        self._flying[flight] = connection
+
+    def _open_connection(self) -> None:
+        self._connecting += 1
+        task = self._loop.create_task(self._connect())
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _connect(self) -> None:
+        try:
+            connection = await self._connector.connect()
+        except OSError as error:
+            self._connecting -= 1
+            self._connect_failed(error)
+            return
+        self._connecting -= 1
+        self._refused = 0
+        self._last_contact_ns = time.monotonic_ns()
+        if not connection.closed:
+            self.connection_idle(connection)
+
+    def _connect_failed(self, error: OSError) -> None:
+        self._refused += 1
+        now_ns = time.monotonic_ns()
+        if self._waiting and not self._stopping:
+            flight = self._waiting.popleft()
+            flight.attempts += 1
+            flight.detail = str(error) or f"no connection within {self._options.connect_timeout_s:g} s"
+            self.flight_ended(flight, Cause.CONNECT, now_ns)
+        if self._refused >= _GIVE_UP_CONNECTS and now_ns - self._last_contact_ns > _GIVE_UP_NS and not self._stopping:
+            self.aborted = f"{self._options.url} takes no connections any more: {error or type(error).__name__}"
+            self.cancel()
+        elif self._waiting and self._connecting < len(self._waiting):
+            self._open_connection()
+
+    # --- what comes back (connection.Owner) ---
+
+    def connection_idle(self, connection: Connection) -> None:
+        if self._waiting:
+            self._send(self._waiting.popleft(), connection)
+        else:
+            self._idle.append(connection)
+
+    def connection_lost(self, connection: Connection) -> None:
+        if connection in self._idle:
+            self._idle.remove(connection)
+
+    def flight_stale(self, flight: Flight) -> None:
+        self._flying.pop(flight, None)
+        if not self._stopping:
+            self._fly(flight)
+
+    def flight_ended(self, flight: Flight, cause: Cause, now_ns: int) -> None:
+        self._flying.pop(flight, None)
+        if self._stopping:
+            self._record(flight, cause, now_ns)
+            self._active -= 1
+            self._check_end()
+            return
+        if cause and self._may_retry(flight, cause):
+            pause_s = flight.retry_after_s
+            if pause_s is None:
+                pause_s = min(8.0, 0.25 * 2 ** (flight.attempts - 1)) * random.uniform(0.8, 1.2)
+            self._reset_answer(flight)
+            self._push_later(now_ns + int(pause_s * 1e9), flight)
+            self._arm()
+            return
+        self._record(flight, cause, now_ns)
+        self._active -= 1
+        follows = self._next_turn(flight, cause, now_ns)
+        if self._closed_loop:
+            if not follows:
+                self._next_of_user(now_ns)
+        elif self._capped:
+            waiting = self._capped.popleft()
+            waiting.ready_ns = max(waiting.ready_ns, now_ns)
+            self._launch(waiting)
+        self._check_end()
+
+    def _may_retry(self, flight: Flight, cause: Cause) -> bool:
+        if flight.attempts > self._options.retries or flight.answer.times:
+            return False
+        if cause is Cause.HTTP:
+            return flight.http_status in _RETRYABLE_STATUS
+        return cause in (Cause.CONNECT, Cause.RESET)
+
+    def _next_turn(self, flight: Flight, cause: Cause, now_ns: int) -> bool:
+        """Schedule the turn after this one; False when the conversation is over."""
+        turns = self._turns.pop(flight.index, None)
+        request = flight.request
+        assert isinstance(request, WorkloadRequest)
+        if not turns:
+            if request.conversation is not None:
+                self._history.pop(request.conversation, None)
+            return False
+        position, after = turns[0], turns[1:]
+        following = self._share.requests[position]
+        history: list[Message] = []
+        if following.append_reply:
+            if cause:
+                for lost in turns:
+                    self._record_unsent(lost, now_ns)
+                return False
+            assert request.conversation is not None
+            history = self._history.setdefault(request.conversation, [])
+            history.extend(as_messages(request))
+            history.append(Message("assistant", "".join(flight.answer.texts)))
+        due_ns = now_ns + int(following.think_time_s * 1e9)
+        due_ns = max(due_ns, self._start_ns + self._share.turn_times_ns.get(position, 0))
+        if self._is_over(due_ns):
+            return False
+        if after:
+            self._turns[position] = after
+        turn = Flight(
+            position, following, self._encoder.encode(following, history), scheduled_ns=due_ns, ready_ns=due_ns
+        )
+        self._reset_answer(turn)
+        if due_ns <= now_ns:
+            self._due(turn)
+        else:
+            self._push_later(due_ns, turn)
+            self._arm()
+        return True
+
+    def _check_end(self) -> None:
+        if self._ended.done() or self._active or self._later or self._capped:
+            return
+        all_sent = not self._prepared and self._next >= len(self._share.first)
+        if self._stopping or all_sent or (self._closed_loop and self._is_over(time.monotonic_ns())):
+            self._ended.set_result(None)
+
+    # --- records ---
+
+    def _record(self, flight: Flight, cause: Cause, now_ns: int) -> None:
+        answer, request = flight.answer, flight.request
+        assert isinstance(request, WorkloadRequest)
+        output_tokens, source = self._count_output(answer, cause)
+        prompt_tokens = answer.prompt_tokens if answer.prompt_tokens is not None else request.prompt_tokens
+        self._records.add(
+            Record(
+                index=request.index,
+                worker=self._share.worker,
+                cause=cause,
+                retries=max(0, flight.attempts - 1),
+                http_status=flight.http_status,
+                token_source=source,
+                scheduled_ns=flight.scheduled_ns,
+                ready_ns=flight.ready_ns,
+                sent_ns=flight.sent_ns,
+                end_ns=flight.end_ns or now_ns,
+                prompt_tokens=-1 if prompt_tokens is None else prompt_tokens,
+                output_tokens=output_tokens,
+                times_ns=answer.times,
+                tokens=answer.tokens,
+            )
+        )
+        self._ended_tokens += len(answer.times)
+        report = self._report
+        if not cause:
+            report.completed += 1
+            self._last_contact_ns = now_ns
+            if answer.times:
+                report.ttft_s.append((answer.times[0] - flight.scheduled_ns) / 1e9)
+        elif cause is not Cause.INTERRUPTED:
+            report.failed += 1
+            label = CAUSE_LABELS.get(cause) or f"http {flight.http_status}"
+            self.error_details.setdefault(label, flight.detail or answer.detail)
+
+    def _record_unsent(self, position: int, now_ns: int) -> None:
+        request = self._share.requests[position]
+        flight = Flight(position, request, b"", scheduled_ns=now_ns, ready_ns=now_ns)
+        flight.detail = "the answer it continues was not received"
+        self._record(flight, Cause.NO_PREVIOUS_TURN, now_ns)
+
+    def _count_output(self, answer: AnswerStream, cause: Cause) -> tuple[int, TokenSource]:
+        if answer.completion_tokens is not None:
+            return answer.completion_tokens, TokenSource.USAGE
+        if cause:
+            return -1, TokenSource.NONE
+        if self._options.tokenizer is not None:
+            if self._tokenizer is None:
+                from workloads.tokenizer import load_tokenizer
+
+                self._tokenizer = load_tokenizer(self._options.tokenizer)
+            return self._tokenizer.count("".join(answer.texts), add_special_tokens=False), TokenSource.TOKENIZER
+        return len(answer.times), TokenSource.EVENTS
+
+    # --- in the background ---
+
+    async def _sweep(self) -> None:
+        """End flights whose time is up; report now and then."""
+        report_at = 0.0
+        while True:
+            await asyncio.sleep(_SWEEP_INTERVAL_S)
+            now_ns = time.monotonic_ns()
+            expired = []
+            for flight in self._flying:  # in the order of sending, so of deadlines
+                if flight.deadline_ns > now_ns:
+                    break
+                expired.append(flight)
+            for flight in expired:
+                if connection := self._flying.get(flight):
+                    flight.detail = f"no end of the answer within {self._options.timeout_s:g} s"
+                    connection.expire()
+            if now_ns / 1e9 >= report_at:
+                report_at = now_ns / 1e9 + REPORT_INTERVAL_S
+                self._records.flush()
+                self._send_report()
+                self._check_end()
+
+    def _send_report(self) -> None:
+        report = self._report
+        report.in_flight = self._active
+        report.tokens = self._ended_tokens + sum(len(flight.answer.times) for flight in self._flying)
+        report.ttft_s = report.ttft_s[-200:]
+        self._on_report(report)
+        report.ttft_s = []
+
+    def _on_loop_error(self, loop: asyncio.AbstractEventLoop, context: dict[str, object]) -> None:
+        """An exception in a callback is a defect of ours: end the worker with it instead of measuring on."""
+        error = context.get("exception")
+        if not self._ended.done():
+            self._ended.set_exception(
+                error if isinstance(error, Exception) else RuntimeError(str(context.get("message")))
+            )
