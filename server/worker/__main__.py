@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import os
+
 from server.child import Child, run_child
 
 
 def main(child: Child) -> int:
+    # Read once, when torch loads its OpenMP library. On a CPU the pool's threads would spin between two operators and
+    # take the cores from the API process, the engine and the client that share them: a step of a small model takes
+    # ten times as long on two busy cores.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     # The supervisor's end of the control pipe closing ends this process; the worker itself is stopped by the engine.
     child.watch_control(lambda message: None)
     with child.timeline.span("imports"):
