@@ -120,4 +120,4 @@ def test_explicit_backends_run_here_and_auto_takes_the_first(device: torch.devic
         assert select_backend(name, spec)[0].name == name  # type: ignore[arg-type]
     chosen, reasons = select_backend("auto", replace(spec, block_size=0))
     assert chosen.spec.block_size == type(chosen).preferred_block_size
-    assert [reason.split(":")[0] for reason in reasons] == list(("FLASH_ATTN", "TRITON_ATTN"))[: len(reasons)]
+    assert [reason.split(":")[0] for reason in reasons] == ["FLASH_ATTN", "TRITON_ATTN"][: len(reasons)]
