@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import shutil
 import site
 import subprocess
@@ -69,14 +70,17 @@ def interpreter(tree: Path, reference: Path) -> Iterator[str]:
         yield sys.executable
         return
     with tempfile.TemporaryDirectory(prefix="benchctl-gate-venv-") as folder:
-        venv.create(folder, with_pip=True, symlinks=True)
+        # The pip that is here installs into the new environment; bootstrapping another one takes seconds.
+        has_pip = importlib.util.find_spec("pip") is not None
+        venv.create(folder, with_pip=not has_pip, symlinks=True)
         python = str(Path(folder) / "bin" / "python")
         version = f"python{sys.version_info.major}.{sys.version_info.minor}"
         fallback = Path(folder) / "lib" / version / "site-packages" / "zz_fallback.pth"
         fallback.write_text("".join(f"{path}\n" for path in site.getsitepackages()))
-        extra = wanted.get("gpu", []) if describe_gpus() else []
-        command = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
-        done = subprocess.run([*command, *wanted["dependencies"], *extra], capture_output=True, text=True, check=False)
+        pip = [sys.executable, "-m", "pip", "--python", python] if has_pip else [python, "-m", "pip"]
+        extra = wanted["gpu"] if describe_gpus() else []
+        command = [*pip, "install", "--quiet", "--disable-pip-version-check", *wanted["dependencies"], *extra]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode != 0:
             raise UserError(f"environment for {tree.name}: pip install failed: {_last_line(done.stderr)}")
         yield python

@@ -1,8 +1,7 @@
-"""Made-up runs: results as a matrix writes them, with a chosen speed. Also a command: `-m ... SPEED OUTPUT`."""
+"""Made-up runs: results as a matrix writes them, with a chosen speed."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -66,6 +65,30 @@ def write_runs(folder: Path, slownesses: Sequence[float], *, change: Change | No
     return folder
 
 
+FAKE_RUN = """
+import json, os, random, sys
+template, output, slowness = json.load(open(sys.argv[1])), sys.argv[2], float(sys.argv[3])
+slowness *= random.Random(output).gauss(1, 0.003)
+if len(sys.argv) > 4:
+    template["provenance"]["git_commit"] = sys.argv[4]
+metrics = template["metrics"]
+for name in ("ttft_s", "tpot_s"):
+    values = metrics[name]["percentiles"]
+    metrics[name]["percentiles"] = {key: value * slowness for key, value in values.items()}
+metrics["throughput"]["output_tokens_per_s"] /= slowness
+os.makedirs(output)
+json.dump(template, open(os.path.join(output, "cell.json"), "w"))
+"""
+"""A script without imports from here, so that a run takes milliseconds: TEMPLATE OUTPUT SLOWNESS [COMMIT]."""
+
+
+def write_fake_run(folder: Path, *, change: Change | None = None) -> tuple[Path, Path]:
+    """(script, template) for a command that stands in for a matrix."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "fake_run.py").write_text(FAKE_RUN)
+    return folder / "fake_run.py", write_result(result(change=change), folder / "template.json")
+
+
 def load(metrics: LoadMetrics | None) -> LoadMetrics:
     assert metrics is not None
     return metrics
@@ -73,10 +96,3 @@ def load(metrics: LoadMetrics | None) -> LoadMetrics:
 
 def _scale(distribution: Distribution, factor: float) -> None:
     distribution.percentiles = {k: None if v is None else v * factor for k, v in distribution.percentiles.items()}
-
-
-if __name__ == "__main__":
-    output = Path(sys.argv[2])
-    output.mkdir(parents=True)
-    seed = sum(str(output).encode())
-    write_result(result(float(sys.argv[1]) * float(np.exp(np.random.default_rng(seed).normal(0, 0.003)))), output)
