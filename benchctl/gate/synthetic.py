@@ -11,6 +11,7 @@ import numpy.typing as npt
 from benchctl.gate.statistics import Array
 
 Tail = Literal["normal", "t3", "outliers"]
+_OUTLIER_SHARE, _OUTLIER_SIZE = 0.05, 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,13 +59,14 @@ def _candidate_second(experiments: int, pairs: int, generator: np.random.Generat
 
 
 def _noise(history: History, shape: tuple[int, ...], generator: np.random.Generator) -> Array:
-    """Noise of standard deviation 1 (outliers come on top), autocorrelated along the last axis."""
+    """Noise of standard deviation 1, autocorrelated along the last axis."""
     if history.tail == "t3":
         draws = generator.standard_t(3, shape) / np.sqrt(3)
     else:
         draws = generator.standard_normal(shape)
         if history.tail == "outliers":
-            draws *= np.where(generator.random(shape) < 0.05, 5.0, 1.0)
+            draws *= np.where(generator.random(shape) < _OUTLIER_SHARE, _OUTLIER_SIZE, 1.0)
+            draws /= np.sqrt(1 + _OUTLIER_SHARE * (_OUTLIER_SIZE**2 - 1))
     rho = history.autocorrelation
     for run in range(1, shape[-1]):
         draws[..., run] = rho * draws[..., run - 1] + np.sqrt(1 - rho**2) * draws[..., run]
