@@ -8,7 +8,6 @@ llhttp (httptools) and the event parser within one call, and are stamped before 
 from __future__ import annotations
 
 import asyncio
-import os
 import time
 from typing import Protocol, cast
 
@@ -17,6 +16,7 @@ import httptools
 from benchctl.loadgen.chunks import error_message
 from benchctl.loadgen.records import Cause
 from benchctl.loadgen.stream import AnswerStream
+from benchctl.loadgen.transport import SocketTransport
 
 _MAX_ERROR_BODY = 64 * 1024
 _END_GRACE_S = 1.0
@@ -84,7 +84,6 @@ class Connection(asyncio.Protocol):
         self._owner = owner
         self._loop = loop
         self._transport: asyncio.Transport
-        self._fd = -1
         self._parser = httptools.HttpResponseParser(self)
         self._flight: Flight | None = None
         self._answer: AnswerStream | None = None
@@ -94,6 +93,7 @@ class Connection(asyncio.Protocol):
         self._got_bytes = False
         self._complete = False
         self._framed = False
+        self._keep_alive = True
         self._status = 0
         self._error_body = bytearray()
         self._grace: asyncio.TimerHandle | None = None
@@ -101,10 +101,8 @@ class Connection(asyncio.Protocol):
 
     # --- asyncio.Protocol ---
 
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast(asyncio.Transport, transport)  # uvloop's is none by type
-        if transport.get_extra_info("sslcontext") is None:
-            self._fd = transport.get_extra_info("socket").fileno()
+    def connection_made(self, transport: asyncio.BaseTransport | SocketTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)  # both have what is used of it
 
     def data_received(self, data: bytes) -> None:
         self._now = now_ns = time.monotonic_ns()
@@ -182,6 +180,7 @@ class Connection(asyncio.Protocol):
 
     def on_message_complete(self) -> None:
         self._complete = self._status >= 200
+        self._keep_alive = self._parser.should_keep_alive()
 
     # --- the owner's side ---
 
@@ -190,20 +189,8 @@ class Connection(asyncio.Protocol):
         self._flight = flight
         self._got_bytes = self._complete = self._framed = False
         self._status = 0
-        data = flight.body
         flight.attempts += 1
-        if self._fd < 0:
-            self._transport.write(data)
-        else:
-            # uvloop's own write waits for the end of the loop's iteration.
-            try:
-                written = os.write(self._fd, data)
-            except BlockingIOError:
-                written = 0
-            except OSError:
-                written = len(data)  # the reading side hears of it at once
-            if written < len(data):
-                self._transport.write(data[written:])
+        self._transport.write(flight.body)
         now_ns = time.monotonic_ns()
         if flight.sent_ns == 0:
             flight.sent_ns = now_ns
@@ -236,7 +223,7 @@ class Connection(asyncio.Protocol):
             self._error_body.clear()
         self._used = True
         self._idle_since_ns = now_ns
-        if self._parser.should_keep_alive() and status != 101 and not self._transport.get_write_buffer_size():
+        if self._keep_alive and status != 101 and not self._transport.get_write_buffer_size():
             self._owner.connection_idle(self)
         else:
             self._transport.close()

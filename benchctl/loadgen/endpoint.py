@@ -12,6 +12,7 @@ from urllib.parse import urlsplit
 import msgspec
 
 from benchctl.loadgen.connection import Connection
+from benchctl.loadgen.transport import SocketTransport, open_socket
 from server.errors import UserError
 from workloads.base import Message, WorkloadRequest
 
@@ -141,30 +142,38 @@ class Connector:
         self._factory = factory
         self._timeout_s = timeout_s
         self._ssl = ssl.create_default_context() if endpoint.tls else None
-        self._addresses: list[str] = []
+        self._addresses: list[tuple[socket.AddressFamily, tuple[object, ...]]] = []
 
     async def connect(self) -> Connection:
-        """A connection, from the first address that takes it. Raises OSError or TimeoutError."""
+        """A connection, from the first address that takes it. Raises OSError (TimeoutError among them)."""
         if not self._addresses:
             found = await self._loop.getaddrinfo(self._endpoint.host, self._endpoint.port, type=socket.SOCK_STREAM)
-            self._addresses = list(dict.fromkeys(str(entry[4][0]) for entry in found))
-        error: OSError | None = None
-        for address in list(self._addresses):
+            self._addresses = list(dict.fromkeys((entry[0], entry[4]) for entry in found))
+        errors: list[OSError] = []
+        for choice in list(self._addresses):
             try:
                 async with asyncio.timeout(self._timeout_s):
-                    _, connection = await self._loop.create_connection(
-                        self._factory,
-                        address,
-                        self._endpoint.port,
-                        ssl=self._ssl,
-                        server_hostname=self._endpoint.host if self._ssl else None,
-                    )
-            except OSError as caught:  # TimeoutError among them
-                error = error or caught
+                    connection = await self._connect_to(*choice)
+            except OSError as error:
+                errors.append(error)
                 continue
-            if self._addresses[0] != address:
-                self._addresses.remove(address)
-                self._addresses.insert(0, address)
+            if self._addresses[0] != choice:
+                self._addresses.remove(choice)
+                self._addresses.insert(0, choice)
             return connection
-        assert error is not None
-        raise error
+        raise errors[0]
+
+    async def _connect_to(self, family: socket.AddressFamily, address: tuple[object, ...]) -> Connection:
+        sock = await open_socket(self._loop, family, address)
+        connection = self._factory()
+        if self._ssl is None:
+            connection.connection_made(SocketTransport(self._loop, sock, connection))
+            return connection
+        try:
+            await self._loop.create_connection(
+                lambda: connection, sock=sock, ssl=self._ssl, server_hostname=self._endpoint.host
+            )
+        except BaseException:
+            sock.close()
+            raise
+        return connection

@@ -24,9 +24,9 @@ def steady_window(starts: Floats, ends: Floats) -> tuple[float, float] | None:
 
     The end is the start of the last request: after it the load only drains. The beginning is found with MSER-5 (White,
     "An effective truncation heuristic for bias reduction in simulation output", Simulation 69(6), 1997) on the number
-    of requests in flight, sampled at 500 times up to there: of all truncation points, in batches of 5 samples, the one
-    that makes the standard error of the mean of the rest smallest. A minimum in the second half means that the load
-    never settled, as does a load whose requests all start at once.
+    of requests in flight, sampled at 500 times up to there and averaged in batches of 5: of the truncation points in
+    the first half, the one that makes the standard error of the mean of the rest smallest. If that is the half itself
+    the load never settled (a queue that grows and grows); a load whose requests all start at once has no steady state.
     """
     if len(starts) < MIN_REQUESTS:
         return None
@@ -42,13 +42,12 @@ def steady_window(starts: Floats, ends: Floats) -> tuple[float, float] | None:
 
 
 def _mser(series: Floats) -> int | None:
-    """Truncation point that minimises var(rest) / len(rest); None when that lies in the second half."""
+    """Truncation point within the first half that minimises var(rest) / len(rest); None when it is the half itself."""
     n = len(series)
     remaining = np.arange(n, 0, -1, dtype=np.float64)
     sums = np.cumsum(series[::-1])[::-1]
     squares = np.cumsum((series**2)[::-1])[::-1]
     variance = np.maximum(squares / remaining - (sums / remaining) ** 2, 0)
-    # The last few points estimate nothing (a single one has no variance at all), so they cannot be the minimum.
-    usable = n - _BATCH
-    best = int(np.argmin(variance[:usable] / remaining[:usable]))
-    return best if best < n // 2 else None
+    half = n // 2
+    best = int(np.argmin((variance / remaining)[:half]))
+    return best if best < half - 1 else None

@@ -209,22 +209,26 @@ class LoadWorker:
     def _refill(self) -> None:
         """Keep one encoded request ready for each of the users (at most 32) of a closed loop."""
         assert self._share.concurrency is not None
-        while (
-            not self._stopping
-            and self._next < len(self._share.first)
-            and len(self._prepared) < min(self._share.concurrency, 32)
-        ):
-            position = int(self._share.first[self._next])
-            self._next += 1
-            self._prepared.append(self._make_flight(position, 0))
+        wanted = min(self._share.concurrency, 32)
+        while not self._stopping and len(self._prepared) < wanted and self._prepare_ahead():
+            pass
+
+    def _prepare_ahead(self) -> bool:
+        """Encode one more request of a closed loop; False when there is none."""
+        if self._next >= len(self._share.first):
+            return False
+        position = int(self._share.first[self._next])
+        self._next += 1
+        self._prepared.append(self._make_flight(position, 0))
+        return True
 
     def _next_of_user(self, free_ns: int) -> None:
         """A user of a closed loop is free since `free_ns`: its next request is due now."""
         if self._stopping:
             return
-        if not self._prepared:
-            self._refill()
-        if not self._prepared or self._is_over(free_ns):
+        if self._is_over(free_ns):
+            return
+        if not self._prepared and not self._prepare_ahead():
             return
         flight = self._prepared.popleft()
         flight.scheduled_ns = flight.ready_ns = free_ns

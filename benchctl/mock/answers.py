@@ -53,8 +53,9 @@ class AnswerBytes:
     def token_event(self, tokens: int, usage: tuple[int, int] | None) -> bytes:
         """An event with `tokens` tokens; `usage`: prompt tokens, output tokens so far."""
         text = _WORD * tokens
-        choice = {"index": 0, **({"delta": {"content": text}} if self._chat else {"text": text})}
-        return self._event([{**choice, "logprobs": None, "finish_reason": None}], usage)
+        choice: dict[str, object] = {"index": 0, "logprobs": None, "finish_reason": None}
+        choice |= {"delta": {"content": text}} if self._chat else {"text": text}
+        return self._event([choice], usage)
 
     def last_events(self, usage: tuple[int, int] | None) -> bytes:
         """The finish reason, the usage if asked for, and `[DONE]`."""
@@ -68,7 +69,7 @@ class AnswerBytes:
     def whole(self, tokens: int, prompt_tokens: int) -> bytes:
         """The JSON of an answer that is not streamed."""
         text = _WORD * tokens
-        choice = {"index": 0, "finish_reason": "length"}
+        choice: dict[str, object] = {"index": 0, "finish_reason": "length"}
         choice |= {"message": {"role": "assistant", "content": text}} if self._chat else {"text": text}
         kind = "chat.completion" if self._chat else "text_completion"
         return msgspec.json.encode(self._document(kind, [choice], (prompt_tokens, tokens)))
