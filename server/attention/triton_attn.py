@@ -128,7 +128,8 @@ class TritonAttentionBackend(AttentionBackend):
         for batch in warm_up_batches(self.spec, sizes, query_lens, LONG_DECODE):
             self.write_kv(batch.key, batch.value, batch.kv_cache, batch.metadata.slot_mapping)
             self.forward(batch.query, batch.kv_cache, batch.metadata, 1.0, batch.output)
-        torch.cuda.synchronize(self.spec.device)
+        if self.spec.device.type == "cuda":
+            torch.cuda.synchronize(self.spec.device)
 
 
 def why_unsupported(spec: AttentionSpec) -> str | None:

@@ -76,10 +76,12 @@ def synthetic_batch(
 def warm_up_batches(
     spec: AttentionSpec, sizes: list[int], query_lens: list[int], long: int
 ) -> Iterator[SyntheticBatch]:
-    """Small batches that reach every launch configuration: decode at each size, queries of each length, both with
-    short sequences and with a stated bound of `long` tokens."""
+    """Small batches that reach every launch configuration: decode at each size, alone and in a mixed batch with a
+    stated bound of `long` tokens; queries of each length, with short sequences and with that bound."""
     for size in sizes:
         yield synthetic_batch(spec, [1] * size, [2] * size)
+        if size > 1:
+            yield synthetic_batch(spec, [*[1] * (size - 1), 2], [2] * size, max_seq_len=long)
     for query_len in query_lens:
         for bound in (query_len, long):
             yield synthetic_batch(spec, [1, query_len], [2, query_len], max_seq_len=max(bound, query_len))
