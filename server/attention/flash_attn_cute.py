@@ -30,6 +30,8 @@ _NUM_ARGUMENTS = 18
 _TENSOR_POSITIONS = {"q": 0, "k": 1, "v": 2, "out": 3, "scale": 5, "cu_seqlens_q": 6, "seqused_k": 9, "page_table": 10}
 _AUX_POSITION = 15
 
+_CACHE_DIR = "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR"
+
 
 def why_missing() -> str | None:
     """None if flash-attn-4 is installed, else one line."""
@@ -41,14 +43,15 @@ def why_missing() -> str | None:
 def load_interface(cache_dir: Path | None = None) -> Any:
     """Import `flash_attn.cute.interface` with its disk cache on; the package reads these variables at import only.
 
-    The cache holds machine code, so a directory that another user could write to is not used: a warning says so and
-    kernels are compiled at every start.
+    Whoever has set them (the worker, for the directory that `--cache-dir` names) has decided already. The cache holds
+    machine code, so a directory that another user could write to is not used: a warning says so and kernels are
+    compiled at every start.
     """
-    if "flash_attn.cute.interface" not in sys.modules:
+    if "flash_attn.cute.interface" not in sys.modules and "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR" not in os.environ:
         directory = cache_dir or benchctl_cache_dir() / "kernels" / "flash_attn_cute"
         if _is_private(directory):
             os.environ["FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED"] = "1"
-            os.environ["FLASH_ATTENTION_CUTE_DSL_CACHE_DIR"] = str(directory)
+            os.environ[_CACHE_DIR] = str(directory)
     return importlib.import_module("flash_attn.cute.interface")
 
 

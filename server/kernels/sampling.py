@@ -4,6 +4,8 @@ Sampling is an argmax of `logit / temperature + Gumbel noise` (the Gumbel-max tr
 reads the logits once. Top-k and top-p become one threshold per row: the largest value that keeps k logits, then the
 largest that keeps probability p of what top-k left. Both are found by bisecting over the bits of the float, in the
 order that makes them sort as integers, so the threshold is exact. Logits equal to the threshold are all kept.
+
+The noise is that of `server.worker.noise`, word for word: a request draws the same with these kernels and without.
 """
 
 from __future__ import annotations
@@ -95,6 +97,31 @@ def _threshold_kernel(
     tl.store(threshold_ptr + row, bits.to(tl.float32, bitcast=True))
 
 
+@triton.jit
+def _mix(x):
+    """Permute uint32 words (see `server.worker.noise`)."""
+    x = x ^ (x >> 15)
+    x = x * 0x2C1B3C6D
+    x = x ^ (x >> 12)
+    x = x * 0x297A2D39
+    return x ^ (x >> 15)
+
+
+@triton.jit
+def _gumbel(seed, position, token_ids):
+    """Standard Gumbel noise for one request's seed and position, int64, and token ids (N,)."""
+    key = _mix(seed.to(tl.uint32) ^ 0x5BD1E995)
+    key = _mix(key ^ (seed >> 32).to(tl.uint32))
+    offset = _mix(key + position.to(tl.uint32) * 0x1E3779B9)
+    stride = (_mix(offset ^ 0x3C6EF372) >> 1) | 1
+    word = _mix(token_ids.to(tl.uint32) * stride + offset)
+    uniform = tl.minimum((word.to(tl.float32) + 0.5) * 2.3283064365386963e-10, 0.99999994)
+    # -log1p(-u): near 0, where the winners are, 1 - u would lose the bits that tell them apart.
+    series = uniform * (1.0 + uniform * (0.5 + uniform * (0.33333334 + uniform * (0.25 + uniform * 0.2))))
+    exponential = tl.where(uniform < 0.01, series, -tl.log(1.0 - uniform))
+    return -tl.log(exponential)
+
+
 @triton.jit(do_not_specialize=["logits_stride"])
 def _chunk_argmax_kernel(
     logits_ptr,
@@ -120,10 +147,7 @@ def _chunk_argmax_kernel(
         if temperature > 0.0:
             if LIMITED:
                 x = tl.where(x >= tl.load(threshold_ptr + row), x, float("-inf"))
-            # A stream of its own for every (request seed, position).
-            seed = tl.load(seed_ptr + row) ^ (tl.load(position_ptr + row) * -7046029254386353131)
-            uniform = tl.maximum(tl.rand(seed, offs), 1e-37)
-            x = x / temperature - tl.log(-tl.log(uniform))
+            x = x / temperature + _gumbel(tl.load(seed_ptr + row), tl.load(position_ptr + row), offs)
     # A NaN compares as smaller than everything: a row of NaNs yields its first token rather than no token.
     x = tl.where(mask & (x == x), x, float("-inf"))
     value, index = tl.max(x, 0, return_indices=True, return_indices_tie_break_left=True)
@@ -144,7 +168,7 @@ def _merge_argmax_kernel(values_ptr, indices_ptr, out_ptr, num_chunks, BLOCK: tl
 
 
 @cached
-def _bound_threshold(dtype: torch.dtype, vocab: int) -> Prebound:
+def _bound_threshold(dtype: torch.dtype, top_k_dtype: torch.dtype, vocab: int) -> Prebound:
     return Prebound(_threshold_kernel, (vocab, _TILE), num_warps=16)
 
 
@@ -201,8 +225,8 @@ def sample(
     """Draw a token for each row of logits (S, V); int64 (S,).
 
     `temperature` float32 (S,), 0: greedy. `seeds` int64 (S,), one per request, and `positions` int64 (S,), the token's
-    place in it: equal pairs draw equal noise, so a request is reproducible in any batch. `top_k` int32 (S,), <= 0: all;
-    `top_p` float32 (S,), 1: all. Leave both None when no row limits its choice: a threshold costs some thirty reads of
+    place in it: equal pairs draw equal noise, so a request is reproducible in any batch. `top_k` int32 or int64 (S,), <= 0 or
+    the vocabulary's size: all; `top_p` float32 (S,), >= 1: all. Leave both None when no row limits its choice: a threshold costs some thirty reads of
     the row.
     """
     limited = top_k is not None or top_p is not None
@@ -214,7 +238,7 @@ def sample(
         if top_p is None:
             top_p = torch.ones(rows, dtype=torch.float32, device=logits.device)
         threshold = torch.empty(rows, dtype=torch.float32, device=logits.device)
-        _bound_threshold(logits.dtype, vocab)(
+        _bound_threshold(logits.dtype, top_k.dtype, vocab)(
             (rows, 1, 1), (logits, temperature, top_k, top_p, threshold), (logits.stride(0),)
         )
     return _reduce(logits, temperature, threshold, seeds, positions, random=True, limited=limited)

@@ -126,6 +126,11 @@ def apply_penalties(logits: torch.Tensor, penalties: PenaltyRows) -> None:
 
 
 def _sample_random(logits: torch.Tensor, random: RandomRows, positions: torch.Tensor) -> torch.Tensor:
+    if logits.is_cuda and random.min_p is None:
+        # One pass instead of thirty over (R, vocab), and no sort; the same noise. Imported late: Triton is for CUDA.
+        from server.kernels import sampling as kernels
+
+        return kernels.sample(logits, random.temperature, random.seeds, positions, random.top_k, random.top_p)
     scaled = logits.float() / random.temperature[:, None]
     if random.min_p is not None:
         floor = scaled.amax(dim=-1, keepdim=True) + random.min_p.log()[:, None]

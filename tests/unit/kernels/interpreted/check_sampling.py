@@ -47,10 +47,10 @@ def test_temperature_zero_is_greedy() -> None:
 
 
 def test_frequencies_are_the_softmax() -> None:
-    logits = rows(1, 12).expand(600, 12).contiguous()
+    logits = rows(1, 12).expand(300, 12).contiguous()
     probabilities = (logits[0] / 0.7).softmax(-1)
     counts = torch.bincount(draw(logits, 0.7), minlength=12).float()
-    expected = probabilities * 600
+    expected = probabilities * 300
     # Chi-square with 11 degrees of freedom; 31.3 is its 99.9th percentile, and the seed is fixed.
     assert ((counts - expected) ** 2 / expected).sum() < 31.3
 
@@ -78,6 +78,24 @@ def test_draws_come_from_the_kept_set(top_k: int, top_p: float, temperature: flo
     kept = kept_tokens(logits[0], temperature, top_k, top_p + 1e-5)
     drawn = draw(logits.expand(3, 60).contiguous(), temperature, top_k=top_k, top_p=top_p)
     assert kept[drawn].all()
+
+
+def test_draws_what_the_sampler_in_plain_torch_draws() -> None:
+    """Noise, temperature and limits, at seeds and positions that use all bits."""
+    from server.worker import sampler
+
+    count, vocab = 6, 300
+    logits = rows(count, vocab, 3)
+    seeds = torch.tensor([0, 1, -1, 2**62 + 12345, -(2**61) - 7, 99])
+    positions = torch.tensor([0, 1, 4095, 131071, 7, 2**31 + 5])
+    temperature = torch.tensor([0.3, 0.7, 1.0, 1.3, 2.0, 1.0])
+    top_k, top_p = torch.tensor([vocab, 5, vocab, 40, 2, vocab]), torch.tensor([2.0, 2.0, 0.7, 0.9, 2.0, 0.3])
+    for k, p in ((None, None), (top_k, None), (None, top_p), (top_k, top_p)):
+        random = sampler.RandomRows(
+            rows=None, temperature=temperature, seeds=seeds, top_k=k, top_p=p, min_p=None, max_top_k=vocab
+        )
+        wanted = sampler.sample(logits.clone(), sampler.SamplingMetadata(random=random), positions)
+        assert torch.equal(sample(logits, temperature, seeds, positions, k, p), wanted)
 
 
 def test_one_token_left_is_the_largest() -> None:
