@@ -15,3 +15,8 @@ def benchctl_cache_dir() -> Path:
         return Path(explicit).expanduser()
     base = os.environ.get("XDG_CACHE_HOME")
     return (Path(base).expanduser() if base else Path.home() / ".cache") / "benchctl"
+
+
+def cache_root(chosen: str | None) -> Path:
+    """Root of the caches of compiled code: `--compilation-cache-dir`, else `benchctl_cache_dir()`."""
+    return Path(chosen).expanduser() if chosen else benchctl_cache_dir()

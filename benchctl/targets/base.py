@@ -132,6 +132,8 @@ def cache_environment(root: Path) -> dict[str, str]:
     return {
         "TORCHINDUCTOR_CACHE_DIR": str(root / "inductor"),
         "TRITON_CACHE_DIR": str(root / "triton"),
+        "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR": str(root / "flash_attn_cute"),
+        "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED": "1",
         "VLLM_CACHE_ROOT": str(root / "vllm"),
         "FLASHINFER_WORKSPACE_BASE": str(root / "flashinfer"),
         "CUDA_CACHE_PATH": str(root / "nv"),

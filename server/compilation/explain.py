@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from server.compilation.factors import collect, explain
 from server.compilation.store import CompileCache
 from server.config import ServerConfig
-from server.paths import benchctl_cache_dir
+from server.paths import cache_root
 
 if TYPE_CHECKING:
     import torch
@@ -18,7 +17,7 @@ if TYPE_CHECKING:
 
 def compile_cache(cache_dir: str | None) -> CompileCache:
     """The cache below `cache_dir`, the root of all caches (None: the default)."""
-    return CompileCache((Path(cache_dir).expanduser() if cache_dir else benchctl_cache_dir()) / "compile")
+    return CompileCache(cache_root(cache_dir) / "compile")
 
 
 def server_factors(

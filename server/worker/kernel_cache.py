@@ -1,4 +1,4 @@
-"""Where Triton keeps compiled kernels: below benchctl's own cache, if only we can write there.
+"""Where Triton and flash-attn-4 keep compiled kernels: below benchctl's own cache, if only we can write there.
 
 What lies there is loaded as machine code, so a directory that another user could have written to is not used.
 """
@@ -12,20 +12,28 @@ from pathlib import Path
 
 logger = logging.getLogger(__name__)
 
-_VARIABLE = "TRITON_CACHE_DIR"
+_TRITON = "TRITON_CACHE_DIR"
+_FLASH = "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR"
+_FLASH_SWITCH = "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED"
 
 
 def use_kernel_cache(root: Path, fallback: Path) -> None:
-    """Let Triton cache below `root`, or below the private directory `fallback` of this server where `root` cannot be
-    trusted or written to. Whoever sets the environment variable TRITON_CACHE_DIR has decided otherwise."""
-    if os.environ.get(_VARIABLE):
-        return
-    directory = root / "triton"
+    """Point both packages to directories below `root`, or below the private directory `fallback` of this server where
+    `root` cannot be trusted or written to. Call before either is imported. Whoever has set their environment variables
+    has decided otherwise."""
+    if _TRITON not in os.environ:
+        os.environ[_TRITON] = str(_usable(root / "triton", fallback))
+    if _FLASH not in os.environ:
+        os.environ[_FLASH] = str(_usable(root / "flash_attn_cute", fallback))
+        os.environ[_FLASH_SWITCH] = "1"
+
+
+def _usable(directory: Path, fallback: Path) -> Path:
     problem = why_unusable(directory)
-    if problem is not None:
-        logger.warning("kernels are not cached in %s: %s", directory, problem)
-        directory = fallback / "triton"
-    os.environ[_VARIABLE] = str(directory)
+    if problem is None:
+        return directory
+    logger.warning("kernels are not cached in %s: %s", directory, problem)
+    return fallback / directory.name
 
 
 def why_unusable(directory: Path) -> str | None:

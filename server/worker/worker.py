@@ -24,7 +24,7 @@ from server.ipc.worker_to_engine import ControlDone, WorkerReady
 from server.models.decoder import CausalLM, build_model
 from server.models.loading import fill_dummy_weights, load_weights
 from server.models.registry import ResolvedModel, resolve_model
-from server.paths import benchctl_cache_dir
+from server.paths import cache_root
 from server.worker import kv_cache
 from server.worker.device import init_device, resolve_device, resolve_dtype, token_budget
 from server.worker.kernel_cache import use_kernel_cache
@@ -58,7 +58,10 @@ class Worker:
             self.device = resolve_device(config.device)
             init_device(self.device)
             if self.device.type == "cuda":
-                use_kernel_cache(benchctl_cache_dir() / "kernels", Path(config.runtime_dir or tempfile.gettempdir()))
+                use_kernel_cache(
+                    cache_root(config.compilation.cache_dir) / "kernels",
+                    Path(config.runtime_dir or tempfile.gettempdir()),
+                )
             self.dtype = resolve_dtype(config.model.dtype, resolved.config, self.device)
         budget = token_budget(config.scheduler, self.device)
         with self.timeline.span("attention-backend") as attributes:

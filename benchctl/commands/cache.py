@@ -1,0 +1,93 @@
+"""`benchctl cache`: what is cached on disk, and how to be rid of it."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from server.compilation.store import EntryInfo
+
+_SHOWN = ("model.architecture", "model.hidden_size", "model.num_layers", "dtype", "device", "token_budget", "torch")
+"""Factors that tell a person which graph an entry holds."""
+
+_Directory = Annotated[
+    str | None, typer.Option("--compilation-cache-dir", help="Root of the caches, if it is not the default.")
+]
+
+
+def register(app: typer.Typer) -> None:
+    group = typer.Typer(no_args_is_help=True, help="Compiled graphs and kernels on disk.")
+    group.command("ls")(ls)
+    group.command("clear")(clear)
+    app.add_typer(group, name="cache")
+
+
+def ls(
+    directory: _Directory = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, with all factors of every entry.")] = False,
+) -> None:
+    """List compiled graphs, newest first, and the kernels compiled beside them."""
+    from server.compilation.explain import compile_cache
+    from server.compilation.kernels import kernel_caches
+
+    cache = compile_cache(directory)
+    entries, kernels = cache.entries(), kernel_caches(directory)
+    if as_json:
+        document = {
+            "directory": str(cache.root),
+            "entries": [
+                {"key": e.key, "bytes": e.bytes, "modified": e.modified, "factors": e.factors} for e in entries
+            ],
+            "kernels": [{"directory": str(k.directory), "files": k.files, "bytes": k.bytes} for k in kernels],
+        }
+        typer.echo(json.dumps(document, indent=2))
+        return
+    from rich.console import Console
+
+    console = Console()
+    console.print(f"{cache.root}: {len(entries)} compiled graphs", soft_wrap=True, highlight=False)
+    if entries:
+        console.print(_table(entries))
+    for kernel in kernels:
+        line = f"{kernel.directory}: {kernel.files} files, {_size(kernel.bytes)}"
+        console.print(line, soft_wrap=True, highlight=False)
+
+
+def clear(
+    directory: _Directory = None,
+    keep_kernels: Annotated[bool, typer.Option("--keep-kernels", help="Remove compiled graphs only.")] = False,
+) -> None:
+    """Remove compiled graphs and kernels; a running server has its own copies. Models stay."""
+    from server.compilation.explain import compile_cache
+    from server.compilation.kernels import clear_kernel_caches
+    from server.errors import UserError
+
+    try:
+        count, size = compile_cache(directory).clear()
+        files, kernel_bytes = (0, 0) if keep_kernels else clear_kernel_caches(directory)
+    except OSError as error:
+        raise UserError(f"{error.filename}: cannot be removed: {error.strerror}") from error
+    typer.echo(f"removed {count} compiled graphs ({_size(size)}) and {files} kernel files ({_size(kernel_bytes)})")
+
+
+def _table(entries: list[EntryInfo]) -> object:
+    from datetime import datetime
+
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for name in ("key", "stored", "size", "model", "layers", "dtype", "budget", "device", "torch"):
+        table.add_column(name, no_wrap=name in ("key", "stored", "size"))
+    for entry in entries:
+        architecture, hidden, layers, dtype, device, budget, torch = (entry.factors.get(n, "?") for n in _SHOWN)
+        stored = datetime.fromtimestamp(entry.modified).strftime("%Y-%m-%d %H:%M")
+        model = f"{architecture.removesuffix('ForCausalLM')} {hidden}"
+        table.add_row(entry.key[:12], stored, _size(entry.bytes), model, layers, dtype, budget, device, torch)
+    return table
+
+
+def _size(count: int) -> str:
+    return f"{count / 1e6:,.1f} MB"
