@@ -34,6 +34,9 @@ def kernels(
     sweep: str | None = typer.Option(
         None, "--sweep", help="Time candidate launch parameters instead: decode, prefill or gemv."
     ),
+    model: str | None = typer.Option(
+        None, "--model", help="Also time eager decode steps of this whole model, e.g. llama-3.1-8b, for each backend."
+    ),
     output: Path | None = typer.Option(None, "--output", help="Write kernels.json, and kernels.html if timed, here."),
 ) -> None:
     """Micro-benchmark the kernels: time, share of the measured roofline, and error against fp32."""
@@ -42,6 +45,8 @@ def kernels(
             raise UserError(f"--dtype {name}: give one of {', '.join(DTYPES)}")
     if sweep is not None and sweep not in SWEEPS:
         raise UserError(f"--sweep {sweep}: give one of {', '.join(SWEEPS)}")
+    if model is not None and (check or sweep is not None):
+        raise UserError("--model times a model: leave --check and --sweep out")
     device = _device(check=check)
 
     import torch
@@ -49,6 +54,7 @@ def kernels(
 
     from benchctl.kernelbench import measure as measuring
     from benchctl.kernelbench import output as writing
+    from benchctl.kernelbench.decode_step import eager_steps
     from benchctl.kernelbench.host_cost import host_costs
     from benchctl.kernelbench.suite import all_check_cases, all_timed_cases, launch_cases
     from benchctl.kernelbench.sweep import sweep as run_sweep
@@ -71,12 +77,15 @@ def kernels(
         cases = (c for c in all_timed_cases(device, dtypes, page) if fnmatch(c.kernel, kernel))
         rows = list(measuring.measure(cases, roofline))
         host = list(host_costs(c for c in launch_cases(device) if fnmatch(c.kernel, kernel)))
-    if not rows:
+    steps = [] if model is None else list(eager_steps(model, device, [1, 8, 64], 640))
+    if not rows and not steps:
         raise UserError(f"--kernel {kernel!r} matches no kernel that can run here")
     writing.print_rows(console, rows, roofline)
+    if steps:
+        writing.print_steps(console, steps)
     if host:
         writing.print_host_costs(console, host)
-    _write(output, writing.as_json(facts, rows, roofline=roofline, host=host))
+    _write(output, writing.as_json(facts, rows, roofline=roofline, host=host, steps=steps))
     if output is not None and not check:
         writing.write_plot(output / "kernels.html", rows)
     failed = [row for row in rows if not row.passed]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import triton
 from rich.console import Console
 from rich.table import Table
 
+from benchctl.kernelbench.decode_step import StepTime
 from benchctl.kernelbench.host_cost import HostCost
 from benchctl.kernelbench.measure import Roofline, Row
 from benchctl.kernelbench.sweep import Candidate
@@ -36,6 +38,7 @@ def as_json(
     roofline: Roofline | None = None,
     host: Sequence[HostCost] = (),
     candidates: Sequence[Candidate] = (),
+    steps: Sequence[StepTime] = (),
 ) -> str:
     document = {
         "schema": "benchctl.kernels/1",
@@ -45,6 +48,7 @@ def as_json(
         else {"tb_per_s": roofline.bytes_per_s / 1e12, "tflop_per_s": roofline.flops_per_s / 1e12},
         "rows": [_plain(row.as_dict()) for row in rows],
         "host_us": [{"kernel": h.kernel, "shape": h.shape, "us": h.microseconds} for h in host],
+        "eager_steps": [asdict(step) for step in steps],
         "candidates": [
             _plain({"kernel": c.kernel, "shape": c.shape, "config": c.config, "us": c.time_us, "error": c.error})
             for c in candidates
@@ -87,6 +91,16 @@ def print_host_costs(console: Console, host: Sequence[HostCost]) -> None:
     table = Table("launch", "shape", "host us", box=None, pad_edge=False)
     for cost in host:
         table.add_row(cost.kernel, cost.shape, f"{cost.microseconds:.1f}")
+    console.print(table)
+
+
+def print_steps(console: Console, steps: Sequence[StepTime]) -> None:
+    table = Table(
+        "eager decode step", "backend", "sequences x length", "step ms", "launches ms", box=None, pad_edge=False
+    )
+    for step in steps:
+        shape = f"{step.sequences} x {step.length}"
+        table.add_row(step.model, step.backend, shape, f"{step.step_ms:.2f}", f"{step.host_ms:.2f}")
     console.print(table)
 
 

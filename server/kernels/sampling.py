@@ -225,9 +225,9 @@ def sample(
     """Draw a token for each row of logits (S, V); int64 (S,).
 
     `temperature` float32 (S,), 0: greedy. `seeds` int64 (S,), one per request, and `positions` int64 (S,), the token's
-    place in it: equal pairs draw equal noise, so a request is reproducible in any batch. `top_k` int32 or int64 (S,), <= 0 or
-    the vocabulary's size: all; `top_p` float32 (S,), >= 1: all. Leave both None when no row limits its choice: a threshold costs some thirty reads of
-    the row.
+    place in it: equal pairs draw equal noise, so a request is reproducible in any batch. `top_k` int32 or int64 (S,),
+    <= 0 or the vocabulary's size: all; `top_p` float32 (S,), >= 1: all. Leave both None when no row limits its choice:
+    a threshold costs some thirty reads of the row.
     """
     limited = top_k is not None or top_p is not None
     threshold = temperature
