@@ -106,14 +106,13 @@ def _comparisons(view: View) -> Table | None:
     for metric in COMPARED:
         table.add_column(metric.label, justify="right")
     for comparison in comparisons:
-        names = (view.variant_label(comparison.other.config), view.variant_label(comparison.base.config))
         cells = []
         for metric in COMPARED:
             value = comparison.ratio(metric)
             better = value is not None and (value > 1) == metric.higher_is_better
             style = "" if value is None or 0.98 < value < 1.02 else "green" if better else "red"
             cells.append(Text(formatting.ratio(value), style))
-        table.add_row(Text(f"{names[0]} vs {names[1]}"), Text(comparison.group.title, "dim"), *cells)
+        table.add_row(Text(comparison.label), Text(comparison.group.title, "dim"), *cells)
     return table
 
 

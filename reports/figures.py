@@ -23,6 +23,10 @@ _BACKEND_HUES = {"FLASH_ATTN": 0, "TRITON_ATTN": 1, "TORCH_SDPA": 2}
 HUES = 8
 PHASE_HUES = 14
 
+SHORTER = "shorter phases"
+_SLIVER = 0.01
+"""Share of the longest start below which a phase has no colour of its own."""
+
 _LATENCIES: dict[str, str] = {"ttft_s": "TTFT", "itl_s": "ITL", "tpot_s": "TPOT", "e2el_s": "E2EL"}
 _PERCENTILE_TICKS = (50, 75, 90, 95, 99, 99.9)
 
@@ -100,16 +104,16 @@ class FigureMaker:
                 for cell in group.measured:
                     assert cell.metrics is not None
                     distribution: Distribution = getattr(cell.metrics, name)
-                    points = [(float(k[1:]), v) for k, v in distribution.percentiles.items() if v is not None]
-                    points.sort()
+                    points = _supported_percentiles(distribution)
                     trace = self._line(cell, [_tail(p) for p, _ in points], [v * 1e3 for _, v in points])
                     trace["customdata"] = [f"p{p:g}" for p, _ in points]
                     trace["hovertemplate"] = "%{customdata}: %{y:.4~g} ms<extra>%{fullData.name}</extra>"
                     traces.append(trace)
+                last = max((x for trace in traces for x in trace["x"]), default=_tail(99.9))
                 axis = {
                     "tickvals": [_tail(p) for p in _PERCENTILE_TICKS],
                     "ticktext": [f"p{p:g}" for p in _PERCENTILE_TICKS],
-                    "range": [0, _tail(99.95)],
+                    "range": [0, last * 1.08],
                 }
                 views[_key(label, group.arrival, len(groups))] = {
                     "data": traces,
@@ -195,8 +199,8 @@ class FigureMaker:
         if not rows:
             return None
         rows.reverse()  # a bar chart counts upwards
-        names = list(dict.fromkeys(name for _, _, phases in reversed(rows) for name in phases))
-        names.sort(key=lambda name: name == UNACCOUNTED)
+        rows = [(name, start, phases) for (name, start, _), phases in zip(rows, _drawable(rows), strict=True)]
+        names = order_phases([phases for _, _, phases in rows])
         traces = []
         for name in names:
             values = [phases.get(name) for _, _, phases in rows]
@@ -229,15 +233,15 @@ class FigureMaker:
         return Figure(f"startup-{number}", model, "every instant given to one phase", views, height=height)
 
     def phase_color(self, name: str) -> str:
-        if name == UNACCOUNTED:
-            return "phase-unaccounted"
+        if name in (UNACCOUNTED, SHORTER):
+            return f"phase-{'unaccounted' if name == UNACCOUNTED else 'shorter'}"
         return f"phase-{self._phase_hues.setdefault(name, len(self._phase_hues) % PHASE_HUES)}"
 
     @property
     def phase_legend(self) -> list[tuple[str, str]]:
         """(name, colour) of every phase drawn so far."""
-        known = [(name, self.phase_color(name)) for name in self._phase_hues]
-        return [*known, (UNACCOUNTED, "phase-unaccounted")] if known else []
+        names = [*self._phase_hues, SHORTER, UNACCOUNTED] if self._phase_hues else []
+        return [(name, self.phase_color(name)) for name in names]
 
     def _single_bars(
         self, group: Group, metric: Metric, whisker: Metric | None, scale: float, unit: str
@@ -326,6 +330,45 @@ def median_start(cell: CellResult, kind: str) -> StartupReport | None:
     starts = [start for start in cell.startup if start.kind == kind and start.to_first_token_s is not None]
     starts.sort(key=lambda start: start.to_first_token_s or 0.0)
     return starts[len(starts) // 2] if starts else None
+
+
+def order_phases(rows: Sequence[dict[str, float]]) -> list[str]:
+    """All phases in the order of time: as in the row with the most of them, the rest behind their predecessors."""
+    order: list[str] = []
+    for phases in sorted(rows, key=len, reverse=True):
+        position = 0
+        for name in phases:
+            if name in order:
+                position = order.index(name) + 1
+            else:
+                order.insert(position, name)
+                position += 1
+    return sorted(order, key=lambda name: (SHORTER, UNACCOUNTED).index(name) if name in (SHORTER, UNACCOUNTED) else -1)
+
+
+def _drawable(rows: Sequence[tuple[str, StartupReport, dict[str, float]]]) -> list[dict[str, float]]:
+    """The rows' phases; those that are a sliver of the longest start in every row become one."""
+    longest = max(sum(phases.values()) for _, _, phases in rows)
+    most: dict[str, float] = {}
+    for _, _, phases in rows:
+        for name, seconds in phases.items():
+            most[name] = max(most.get(name, 0.0), seconds)
+    by_size = sorted(most, key=lambda name: -most[name])[:PHASE_HUES]
+    shown = {name for name in by_size if most[name] >= _SLIVER * longest} | {UNACCOUNTED}
+    merged = []
+    for _, _, phases in rows:
+        row: dict[str, float] = {}
+        for name, seconds in phases.items():
+            key = name if name in shown else SHORTER
+            row[key] = row.get(key, 0.0) + seconds
+        merged.append(row)
+    return merged
+
+
+def _supported_percentiles(distribution: Distribution) -> list[tuple[float, float]]:
+    """(percent, value) in order, as far as the sample has a value beyond: p99.9 of a hundred requests is a guess."""
+    points = [(float(key[1:]), value) for key, value in distribution.percentiles.items() if value is not None]
+    return sorted((p, value) for p, value in points if distribution.n * (100 - p) >= 100)
 
 
 def _scale(metric: Metric, values: Sequence[float | None]) -> tuple[float, str]:

@@ -86,9 +86,8 @@ def _groups(view: View) -> list[str]:
 def _comparisons(view: View) -> str:
     rows = []
     for comparison in view.comparisons():
-        names = f"{view.variant_label(comparison.other.config)} vs {view.variant_label(comparison.base.config)}"
         ratios = [formatting.ratio(comparison.ratio(metric)) for metric in COMPARED]
-        rows.append([names, f"{comparison.group.model}: {comparison.group.title}", *ratios])
+        rows.append([comparison.label, f"{comparison.group.model}: {comparison.group.title}", *ratios])
     if not rows:
         return ""
     return "\n".join(["### What each choice buys", "", _table(["", "", *(m.label for m in COMPARED)], rows), ""])

@@ -83,6 +83,15 @@ class Comparison:
     base: CellResult
     other: CellResult
 
+    @property
+    def label(self) -> str:
+        """`compile vs eager · TORCH_SDPA`: what differs, then what both have."""
+        chosen = [_chosen(cell.config, self.choice) for cell in (self.other, self.base)]
+        config = self.base.config
+        shared = {"engine": None, "mode": config.mode, "attention backend": config.attention_backend}
+        shared.pop(self.choice)
+        return " · ".join([" vs ".join(chosen), *(part for part in shared.values() if part)])
+
     def ratio(self, metric: Metric) -> float | None:
         """Other over base; None where either is unknown or the base is 0."""
         base, other = metric.read(self.base), metric.read(self.other)

@@ -18,12 +18,13 @@ from reports import formatting
 from reports.console import print_report
 from reports.csv import render_csv
 from reports.directory import ResultSet
-from reports.figures import FigureMaker
+from reports.figures import SHORTER, FigureMaker, order_phases
 from reports.html import chart_sections, choice_text, embed_json, render_html
 from reports.markdown import MAX_CHARACTERS, render_markdown
 from reports.metrics import METRICS
 from reports.reference import reference_rows
 from reports.schema import CellResult
+from reports.startup_phases import UNACCOUNTED
 from reports.view import View, summarise
 from reports.writers import FORMATS
 from tests.unit.reports import samples
@@ -232,6 +233,33 @@ def test_charts_of_the_sample_matrix() -> None:
             totals[row] += seconds or 0.0
     expected = [start.to_first_token_s for cell in view.servers for start in cell.startup]
     assert sorted(totals) == pytest.approx(sorted(value or 0.0 for value in expected))
+
+
+def test_start_up_phases_are_drawn_in_time_order_and_slivers_together() -> None:
+    rows = [{"a": 1.0, "c": 1.0, UNACCOUNTED: 1.0, "d": 1.0}, {"a": 1.0, "b": 1.0, "c": 1.0}, {SHORTER: 1.0, "e": 2.0}]
+    assert order_phases(rows) == ["e", "a", "b", "c", "d", SHORTER, UNACCOUNTED]
+    result = samples.cell("compile", "TORCH_SDPA", 2.0)
+    figure = FigureMaker(View(only(result))).startup("llama-3.1-8b")
+    assert figure is not None
+    names = [trace["name"] for trace in figure.views[""]["data"]]
+    assert names.index("weights") < names.index("compile/dynamo") < names.index("compile/inductor")
+    assert names[-2:] == [SHORTER, UNACCOUNTED]
+    assert "first token" not in names, "30 ms of 13 s are a sliver"
+
+
+def test_percentile_curves_end_where_the_sample_does() -> None:
+    result = samples.cell("eager", "TORCH_SDPA", 2.0)
+    assert result.metrics is not None
+    result.metrics.ttft_s.n = 16
+    view = View(only(result))
+    (trace,) = FigureMaker(view).percentiles(view.panels[0]).views["TTFT"]["data"]
+    assert trace["customdata"][-1] == "p90"
+
+
+def test_a_comparison_names_what_differs_and_what_does_not() -> None:
+    labels = {comparison.label for comparison in View(samples.matrix()).comparisons()}
+    assert "compile vs eager · TRITON_ATTN" in labels
+    assert "TORCH_SDPA vs TRITON_ATTN · compile" in labels
 
 
 def test_a_choice_is_compared_with_what_it_replaces() -> None:
