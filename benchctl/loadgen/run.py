@@ -32,6 +32,7 @@ _START_LEAD_PER_CONNECTION_S = 0.0005
 _PROGRESS_INTERVAL_S = 0.25
 _WINDOW_S = 2.0
 _CANCEL_LIMIT_S = 10.0
+_MOST_WORKERS = 256
 
 
 class LoadGeneratorError(UserError):
@@ -58,6 +59,7 @@ def run_load(
         UserError: nothing to send, a request that the endpoint cannot take, a file that cannot be written.
         LoadGeneratorError: a worker died or the disk filled; `output` holds the records until then.
     """
+    check_options(options)
     slos = [parse_slo(text) for text in options.slos]
     warmup, cooldown = parse_exclusion(options.warmup, "--warmup"), parse_exclusion(options.cooldown, "--cooldown")
     shares = _plan(options, workload, schedule)
@@ -92,6 +94,22 @@ def run_load(
     )
 
 
+def check_options(options: LoadOptions) -> None:
+    """Raise UserError for values that make no load."""
+    if options.workers is not None and not 1 <= options.workers <= _MOST_WORKERS:
+        raise UserError(f"--workers {options.workers}: must be from 1 to {_MOST_WORKERS}")
+    if not 0 < options.timeout_s < 1e8:
+        raise UserError(f"--timeout {options.timeout_s:g}: must be a number of seconds above 0")
+    if not 0 <= options.retries <= 100:
+        raise UserError(f"--retries {options.retries}: must be from 0 to 100")
+    if options.api_key is not None and not (options.api_key.isascii() and options.api_key.isprintable()):
+        raise UserError("--api-key: holds characters that an HTTP header cannot carry")
+    for text in options.slos:
+        parse_slo(text)
+    parse_exclusion(options.warmup, "--warmup")
+    parse_exclusion(options.cooldown, "--cooldown")
+
+
 def _plan(options: LoadOptions, workload: Workload, schedule: Schedule) -> list[Share]:
     parse_endpoint(options.url, options.endpoint)
     if len(workload.requests) == 0:
@@ -99,12 +117,6 @@ def _plan(options: LoadOptions, workload: Workload, schedule: Schedule) -> list[
     if options.endpoint == "chat":
         as_messages(workload.requests[0])
     workers = default_workers() if options.workers is None else options.workers
-    if workers < 1:
-        raise UserError(f"--workers {workers}: must be at least 1")
-    if not options.timeout_s > 0:
-        raise UserError(f"--timeout {options.timeout_s:g}: must be above 0")
-    if options.retries < 0:
-        raise UserError(f"--retries {options.retries}: must not be negative")
     return split(workload.requests, schedule, workers)
 
 

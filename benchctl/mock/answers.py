@@ -46,6 +46,7 @@ class AnswerBytes:
 
     def __init__(self, *, chat: bool, tokens_per_event: int, events_per_write: int) -> None:
         self._chat = chat
+        self._key = "delta" if chat else "text"
         self._per_event = tokens_per_event
         self.event = self.token_event(tokens_per_event, None)
         self.full_write = chunk(self.event * events_per_write)
@@ -53,14 +54,14 @@ class AnswerBytes:
     def token_event(self, tokens: int, usage: tuple[int, int] | None) -> bytes:
         """An event with `tokens` tokens; `usage`: prompt tokens, output tokens so far."""
         text = _WORD * tokens
-        choice: dict[str, object] = {"index": 0, "logprobs": None, "finish_reason": None}
-        choice |= {"delta": {"content": text}} if self._chat else {"text": text}
+        content: object = {"content": text} if self._chat else text
+        choice: dict[str, object] = {"index": 0, self._key: content, "logprobs": None, "finish_reason": None}
         return self._event([choice], usage)
 
     def last_events(self, usage: tuple[int, int] | None) -> bytes:
         """The finish reason, the usage if asked for, and `[DONE]`."""
-        choice: dict[str, object] = {"index": 0, "finish_reason": "length"}
-        choice |= {"delta": {}} if self._chat else {"text": ""}
+        nothing: object = {} if self._chat else ""
+        choice: dict[str, object] = {"index": 0, self._key: nothing, "finish_reason": "length"}
         events = self._event([choice], None)
         if usage is not None:
             events += self._event([], usage)

@@ -1,0 +1,279 @@
+"""What `benchctl run` does, from its options to its exit code."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from rich.console import Console
+from rich.status import Status
+
+from benchctl.loadgen.display import print_result, progress_line, render_search, search_line
+from benchctl.loadgen.endpoint import EndpointName, as_messages, parse_endpoint
+from benchctl.loadgen.options import LoadOptions
+from benchctl.loadgen.run import check_options
+from benchctl.loadgen.session import LoadSession
+from benchctl.loadgen.sweep import find_max_rate, parse_values
+from benchctl.matrix.progress import Progress
+from reports.console import print_report
+from reports.schema import CellConfig, CellResult
+from reports.writers import write_reports
+from server.errors import UserError
+from workloads import build_workload
+from workloads.arrivals import build_schedule, parse_arrival
+from workloads.parameters import parse_assignments
+
+_PROBE_S = 20.0
+"""Duration of a search's loads when none is given."""
+
+
+class RunRequest(msgspec.Struct, kw_only=True):
+    """The command's options."""
+
+    url: str | None
+    serve: str | None
+    engine: str
+    mode: str | None
+    attention_backend: str | None
+    server: list[str]
+    endpoint: EndpointName
+    model: str | None
+    api_key: str | None
+    workload: str
+    assignments: list[str]
+    num_requests: int | None
+    rate: float | None
+    concurrency: int | None
+    arrival: str | None
+    duration: float | None
+    max_concurrency: int | None
+    seed: int
+    sweep_rate: str | None
+    sweep_concurrency: str | None
+    find_max_rate: bool
+    slos: list[str]
+    warmup: str
+    cooldown: str
+    workers: int | None
+    timeout: float
+    retries: int
+    force_lengths: bool
+    continuous_usage: bool
+    tokenizer: str | None
+    output: Path
+
+
+def execute(request: RunRequest) -> int:
+    """Run and print; the exit code. Raises UserError for bad input, before any server is started where possible."""
+    config, options = cell_config(request), load_options(request)
+    check_options(options)
+    arrivals = plan_arrivals(request)
+    _check_traffic(config, arrivals)
+    if request.api_key:
+        os.environ["OPENAI_API_KEY"] = request.api_key  # where the control requests look for it
+    console = Console()
+    _ensure_model(request, console)
+    with _progress(console) as status:
+        session = LoadSession(config, options, request.output, on_progress=lambda p: _show(status, p))
+        if status is not None:
+            status.update(f"starting {request.serve}" if request.serve else f"connecting to {request.url}")
+        with session:
+            try:
+                if request.find_max_rate:
+                    _search(session, arrivals[0], console)
+                else:
+                    _series(session, arrivals, console)
+            finally:
+                results = session.result_set() if session.results else None
+    if results is None:
+        return 130 if session.interrupted else 1
+    if len(results.results) > 1:
+        print_report(results, console)
+    for path in write_reports(results, request.output):
+        console.print(str(path), soft_wrap=True, highlight=False)
+    if session.interrupted:
+        console.print("interrupted: results so far are kept", style="yellow")
+        return 130
+    statuses = {result.status for result in results.results}
+    if request.find_max_rate:  # a rate that is too high is an answer, not a failure
+        return 0 if "ok" in statuses else 1
+    return 0 if statuses == {"ok"} else 1
+
+
+def cell_config(request: RunRequest) -> CellConfig:
+    """What all runs of the command have in common. Raises UserError for options that exclude each other."""
+    if (request.url is None) == (request.serve is None):
+        raise UserError("say what to measure: --url URL for a running endpoint, or --serve MODEL to start one")
+    workload = {**parse_workload(request.workload), **parse_assignments(request.assignments)}
+    if request.num_requests is not None:
+        workload["num_requests"] = request.num_requests
+    if request.url is not None:
+        parse_endpoint(request.url, request.endpoint)
+        if request.mode or request.attention_backend or request.server:
+            raise UserError("--mode, --attention-backend and --server are for --serve; an endpoint is as it is")
+        return CellConfig(
+            engine="url",
+            model=request.model or "",
+            endpoint=request.endpoint,
+            url=request.url,
+            workload=workload,
+            arrival={},
+            seed=request.seed,
+            slos=request.slos,
+        )
+    if request.model is not None:
+        raise UserError("--model is for --url; with --serve the model is the one that is served")
+    assert request.serve is not None
+    return CellConfig(
+        engine=request.engine,
+        model=request.serve,
+        mode=request.mode,
+        attention_backend=request.attention_backend,
+        server_args=parse_assignments(request.server),
+        endpoint=request.endpoint,
+        workload=workload,
+        arrival={},
+        seed=request.seed,
+        slos=request.slos,
+    )
+
+
+def load_options(request: RunRequest) -> LoadOptions:
+    return LoadOptions(
+        url=request.url or "",
+        model=request.model or "",
+        endpoint=request.endpoint,
+        api_key=request.api_key,
+        workers=request.workers,
+        timeout_s=request.timeout,
+        retries=request.retries,
+        force_lengths=request.force_lengths,
+        continuous_usage=request.continuous_usage,
+        tokenizer=request.tokenizer,
+        slos=tuple(request.slos),
+        warmup=request.warmup,
+        cooldown=request.cooldown,
+    )
+
+
+def parse_workload(text: str) -> dict[str, Any]:
+    """A specification from `NAME`, `NAME:key=value,...` or a JSON object. Raises UserError."""
+    if text.lstrip().startswith("{"):
+        try:
+            return msgspec.json.decode(text, type=dict[str, Any])
+        except msgspec.DecodeError as error:
+            raise UserError(f"--workload {text!r}: not a JSON object ({error})") from None
+    name, _, rest = text.partition(":")
+    return {"name": name, **parse_assignments(part for part in rest.split(",") if part)}
+
+
+def plan_arrivals(request: RunRequest) -> list[dict[str, Any]]:
+    """The arrival process of every run; of a search, that of its first probe. Raises UserError."""
+    given = {
+        "--rate": request.rate,
+        "--concurrency": request.concurrency,
+        "--arrival": request.arrival,
+        "--sweep-rate": request.sweep_rate,
+        "--sweep-concurrency": request.sweep_concurrency,
+    }
+    used = [name for name, value in given.items() if value is not None]
+    if request.find_max_rate:
+        if not request.slos:
+            raise UserError("--find-max-rate needs an objective: add --slo 'ttft:200ms tpot:20ms'")
+        if set(used) - {"--rate"}:
+            raise UserError(f"--find-max-rate sets the rate itself; leave {used[0]} out (--rate is where it starts)")
+        rate = 1.0 if request.rate is None else request.rate
+        duration = _PROBE_S if request.duration is None and request.num_requests is None else request.duration
+        return [_bounded({"name": "poisson", "rate": rate}, duration, request.max_concurrency)]
+    if len(used) != 1:
+        said = " and ".join(used) if used else "nothing"
+        raise UserError(
+            f"say in one way how requests arrive (--rate 4, --concurrency 8 or --arrival burst), not {said}"
+        )
+    arrivals: list[dict[str, Any]]
+    if request.sweep_rate is not None:
+        arrivals = [{"name": "poisson", "rate": rate} for rate in parse_values(request.sweep_rate, "--sweep-rate")]
+    elif request.sweep_concurrency is not None:
+        values = parse_values(request.sweep_concurrency, "--sweep-concurrency")
+        if not all(value.is_integer() for value in values):
+            raise UserError(f"--sweep-concurrency {request.sweep_concurrency}: numbers of users are whole")
+        arrivals = [{"name": "concurrency", "concurrency": int(value)} for value in values]
+    elif request.rate is not None:
+        arrivals = [{"name": "poisson", "rate": request.rate}]
+    elif request.concurrency is not None:
+        arrivals = [{"name": "concurrency", "concurrency": request.concurrency}]
+    else:
+        assert request.arrival is not None
+        arrivals = [parse_arrival(request.arrival)]
+    return [_bounded(arrival, request.duration, request.max_concurrency) for arrival in arrivals]
+
+
+def _bounded(arrival: dict[str, Any], duration: float | None, max_concurrency: int | None) -> dict[str, Any]:
+    if duration is not None:
+        arrival["duration_s"] = duration
+    if max_concurrency is not None:
+        if arrival["name"] == "concurrency":
+            raise UserError("--max-concurrency is for open loops; a closed loop has --concurrency")
+        arrival["max_concurrency"] = max_concurrency
+    return arrival
+
+
+def _check_traffic(config: CellConfig, arrivals: list[dict[str, Any]]) -> None:
+    """Find what is wrong with the arrivals and the workload's name before a server is started for them."""
+    for arrival in arrivals:
+        if arrival.get("name") != "trace":
+            build_schedule(arrival, 1, config.seed)
+    if config.workload.get("name") not in ("sharegpt", "sharegpt-like"):
+        # Those two may need the model's tokenizer, which is known only once the model is.
+        workload = build_workload(config.workload, seed=config.seed, tokenizer=None)
+        if config.endpoint == "chat" and len(workload.requests):
+            as_messages(workload.requests[0])
+
+
+def _ensure_model(request: RunRequest, console: Console) -> None:
+    if request.serve is None or request.engine != "benchctl":
+        return
+    from server.models.pull import pull
+    from server.models.registry import must_be_pulled
+
+    if must_be_pulled(request.serve):
+        with console.status(f"pulling {request.serve} (once)"):
+            pull(request.serve)
+
+
+def _series(session: LoadSession, arrivals: list[dict[str, Any]], console: Console) -> None:
+    for arrival in arrivals:
+        result = session.run(arrival)
+        print_result(result, console)
+        if session.interrupted or (result.status in ("failed", "unsupported") and result.metrics is None):
+            return
+
+
+def _search(session: LoadSession, arrival: dict[str, Any], console: Console) -> None:
+    def probe(rate: float) -> CellResult | None:
+        result = session.run({**arrival, "rate": round(rate, 4)})
+        print_result(result, console)
+        return None if session.interrupted else result
+
+    search = find_max_rate(probe, arrival["rate"])
+    session.description = search_line(search)
+    console.print(render_search(search))
+
+
+@contextlib.contextmanager
+def _progress(console: Console) -> Iterator[Status | None]:
+    """A line that is drawn again and again, on a terminal."""
+    if not console.is_terminal:
+        yield None
+        return
+    with console.status("") as status:
+        yield status
+
+
+def _show(status: Status | None, progress: Progress) -> None:
+    if status is not None:
+        status.update(progress_line(progress))

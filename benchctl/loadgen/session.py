@@ -1,0 +1,223 @@
+"""Load runs against one server: a target brought up once, any number of loads on it, a result file for each."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import msgspec
+
+from benchctl import targets
+from benchctl.loadgen.options import LoadOptions, LoadOutcome
+from benchctl.loadgen.run import run_load
+from benchctl.matrix.interrupts import Interrupts
+from benchctl.matrix.plan import arrival_label
+from benchctl.matrix.progress import Progress
+from benchctl.matrix.traffic import Traffic, TrafficFactory
+from benchctl.provenance import collect_provenance, utc_now
+from benchctl.targets import RunningServer, TargetError
+from benchctl.telemetry import Telemetry
+from reports.directory import ResultSet
+from reports.results import explain_os_error, result_name, write_index, write_result
+from reports.schema import CellConfig, CellResult, LoadMetrics, MatrixIndex, Status, config_digest
+from server.errors import UserError
+
+_GENERATED = frozenset({"synthetic", "sharegpt-like"})
+"""Workloads that have as many requests as one asks for."""
+
+
+class LoadSession:
+    """Use as a context manager: entering brings the target up, leaving stops what we started.
+
+    `config` lacks its arrival, and for a URL may lack the model (then the endpoint's only one is taken). `options` lack
+    URL and model. Raises UserError when an endpoint that is not ours does not answer.
+    """
+
+    def __init__(
+        self,
+        config: CellConfig,
+        options: LoadOptions,
+        output: Path,
+        *,
+        on_progress: Callable[[Progress], None] | None = None,
+    ) -> None:
+        self.config = config
+        self.output = output
+        self.results: list[CellResult] = []
+        self.description = ""
+        """What the whole session found; goes into its index."""
+        self._options = options
+        self._on_progress = on_progress
+        self._traffic = TrafficFactory()
+        self._interrupts = Interrupts()
+        self._server: RunningServer | None = None
+        self._problem: TargetError | None = None
+        self._provenance = collect_provenance()
+        self._server_provenance = None
+
+    @property
+    def interrupted(self) -> bool:
+        return self._interrupts.requested
+
+    def __enter__(self) -> LoadSession:
+        try:
+            self.output.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UserError(explain_os_error(self.output, error)) from error
+        self._interrupts.__enter__()
+        try:
+            self._server = targets.launch(self.config, log_dir=self.output / "logs")
+            self.config = msgspec.structs.replace(self.config, model=self.config.model or self._server.model)
+        except TargetError as error:
+            if self.config.engine == "url":
+                self._interrupts.__exit__()
+                raise UserError(error.reason) from error
+            self._problem = error
+        except BaseException:
+            self._interrupts.__exit__()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        try:
+            if self._server is not None:
+                self._server.stop()
+        finally:
+            self._interrupts.__exit__()
+
+    def run(self, arrival: dict[str, Any]) -> CellResult:
+        """Replay the workload with this arrival process, and write the result. Raises UserError for bad input."""
+        config = msgspec.structs.replace(
+            self.config, arrival=arrival, workload=sized_workload(self.config.workload, arrival)
+        )
+        parts = [config.engine, config.model, config.mode, config.attention_backend, config.workload.get("name")]
+        cell_id = "/".join([*(part for part in parts if part), arrival_label(arrival)])
+        traffic = self._traffic.build(config)
+        if self._server is None:
+            assert self._problem is not None
+            problem = self._problem
+            result = self._result(cell_id, config, traffic, problem.status, problem.reason)
+            result.log_tail = problem.log_tail
+        else:
+            result = self._measure(cell_id, config, traffic, self._server)
+        self.results.append(result)
+        write_result(result, self.output)
+        return result
+
+    def result_set(self) -> ResultSet:
+        """All results so far, with their index written beside them."""
+        names = [result_name(result.cell_id) for result in self.results]
+        index = MatrixIndex(
+            suite="run",
+            suite_digest=hashlib.sha256("".join(r.config_digest for r in self.results).encode()).hexdigest(),
+            cells=list(dict.fromkeys(names)),
+            provenance=self._provenance,
+            interrupted=self.interrupted,
+            description=self.description,
+        )
+        write_index(index, self.output)
+        return ResultSet(title="run", results=self.results, index=index)
+
+    def _measure(self, cell_id: str, config: CellConfig, traffic: Traffic, server: RunningServer) -> CellResult:
+        records = self.output / (result_name(cell_id).removesuffix(".json") + ".records")
+        options = msgspec.structs.replace(
+            self._options, url=server.url, model=server.model, endpoint=config.endpoint, slos=tuple(config.slos)
+        )
+        cancel = threading.Event()
+        outcome: LoadOutcome | None = None
+        failure: str | None = None
+        began = time.monotonic()
+        with Telemetry(pid=server.pid, url=server.url) as telemetry:
+            try:
+                with self._interrupts.graceful(cancel):
+                    outcome = run_load(
+                        options,
+                        traffic.workload,
+                        traffic.schedule,
+                        output=records,
+                        on_progress=self._on_progress,
+                        cancel=cancel,
+                    )
+            except UserError as error:
+                if error.exit_code == UserError.exit_code:
+                    raise
+                failure = str(error)
+        metrics = outcome.metrics if outcome else None
+        status, reason = _verdict(outcome, failure, server.exit_code(), interrupted=self.interrupted)
+        result = self._result(cell_id, config, traffic, status, reason)
+        result.metrics = metrics
+        result.duration_s = time.monotonic() - began
+        result.log_tail = server.log_tail() if status == "failed" else []
+        result.server = server.info
+        result.startup = [server.startup] if server.startup else []
+        result.telemetry, result.server_metrics = telemetry.telemetry, telemetry.server_metrics
+        result.raw_records = records.name if records.is_file() else None
+        return result
+
+    def _result(
+        self, cell_id: str, config: CellConfig, traffic: Traffic, status: Status, reason: str | None
+    ) -> CellResult:
+        return CellResult(
+            cell_id=cell_id,
+            config=config,
+            config_digest=config_digest(config),
+            status=status,
+            reason=reason,
+            workload=traffic.info,
+            provenance=msgspec.structs.replace(self._provenance, started_at=utc_now()),
+        )
+
+
+def sized_workload(workload: dict[str, Any], arrival: dict[str, Any]) -> dict[str, Any]:
+    """The workload with enough requests for a rate and a duration, where it can have any number and none is stated."""
+    rate, duration_s = arrival.get("rate"), arrival.get("duration_s")
+    if "num_requests" in workload or workload.get("name") not in _GENERATED:
+        return workload
+    if not isinstance(rate, int | float) or not isinstance(duration_s, int | float) or rate <= 0 or duration_s <= 0:
+        return workload
+    expected = rate * duration_s
+    return {**workload, "num_requests": math.ceil(expected + 6 * math.sqrt(expected) + 16)}
+
+
+def _verdict(
+    outcome: LoadOutcome | None, failure: str | None, exit_code: int | None, *, interrupted: bool
+) -> tuple[Status, str | None]:
+    if interrupted:
+        return "interrupted", "interrupted; the figures cover what had run until then"
+    if exit_code is not None:
+        how = f"was killed by signal {-exit_code}" if exit_code < 0 else f"exited with status {exit_code}"
+        return "failed", f"the server {how} during the run"
+    if outcome is None:
+        return "failed", failure
+    if outcome.aborted is not None:
+        return "failed", outcome.aborted
+    metrics = outcome.metrics
+    if metrics.completed == 0:
+        return "failed", f"no request was completed: {explain_failures(metrics, outcome.error_details)}"
+    if metrics.client_saturated:
+        lag = metrics.client_lag_s.percentiles.get("p99") or 0.0
+        return "invalid", (
+            f"client saturated: client lag p99 {lag * 1e3:.1f} ms is above {metrics.client_lag_bound_s * 1e3:.1f} ms; "
+            "lower the rate, raise --workers or use a machine with more cores"
+        )
+    if metrics.failed:
+        return "ok", explain_failures(metrics, outcome.error_details)
+    return "ok", None
+
+
+def explain_failures(metrics: LoadMetrics, details: dict[str, str]) -> str:
+    """`3 × http 503 (overloaded), 1 × timeout`; what was said comes from the server or the system."""
+    if not metrics.errors:
+        return "none was sent"
+    return ", ".join(
+        f"{number} × {cause}" + (f" ({details[cause]})" if details.get(cause) else "")
+        for cause, number in metrics.errors.items()
+    )
