@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 from rich.console import Console, Group, RenderableType
 from rich.padding import Padding
 from rich.table import Table
@@ -24,6 +26,14 @@ STYLES: dict[Status, str] = {
 }
 _COLUMNS = pick("output_tokens_per_s", "ttft_p50_s", "ttft_p99_s", "tpot_p50_s", "itl_p99_s", "requests_per_s")
 _STARTS = pick("to_healthy_cold_s", "to_healthy_warm_s", "to_first_token_cold_s", "to_first_token_warm_s")
+
+
+def report_console() -> Console:
+    """Standard output; in a log or a pipe, which has no width, wide enough for the tables (COLUMNS overrides)."""
+    console = Console()
+    if not console.is_terminal and "COLUMNS" not in os.environ:
+        console.width = 140
+    return console
 
 
 def print_report(results: ResultSet, console: Console) -> None:

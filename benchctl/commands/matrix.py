@@ -30,8 +30,6 @@ def matrix(
     Exit code: 0 when every cell that can run here did, 1 when one failed (or none ran), 2 for bad input, 130 when
     interrupted; results so far are kept and `--resume` goes on.
     """
-    from rich.console import Console
-
     from benchctl.matrix.plan import plan_matrix
     from benchctl.matrix.suite import load_suite, shipped_suites
 
@@ -49,10 +47,10 @@ def matrix(
     from benchctl.matrix.replay import replay_cell
     from benchctl.matrix.runner import MatrixRunner
     from benchctl.matrix.traffic import TrafficFactory
-    from reports.console import print_report
+    from reports.console import print_report, report_console
     from reports.writers import write_reports
 
-    console = Console()
+    console = report_console()
     ensure_models(plan, console)
     traffic = TrafficFactory().prepare(plan.cells)
     with make_observer(console) as observer:

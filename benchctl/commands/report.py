@@ -56,11 +56,9 @@ def report(
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UserError(f"--output {folder}: {error.strerror}") from error
-    from rich.console import Console
+    from reports.console import print_report, report_console
 
-    from reports.console import print_report
-
-    print_report(results, Console())
+    print_report(results, report_console())
     for path in write_reports(results, folder, formats):
         typer.echo(path)
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from reports import formatting
-from reports.console import print_report
+from reports.console import print_report, report_console
 from reports.csv import render_csv
 from reports.directory import ResultSet
 from reports.figures import SHORTER, FigureMaker, order_phases
@@ -191,6 +191,13 @@ def test_embedded_json_reads_back_and_cannot_end_its_element(value: Any) -> None
 def test_embedded_json_refuses_what_is_not_json() -> None:
     with pytest.raises(ValueError, match="JSON"):
         embed_json([float("nan")])
+
+
+def test_logs_get_a_width_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("COLUMNS", raising=False)
+    assert report_console().width == 140
+    monkeypatch.setenv("COLUMNS", "70")
+    assert report_console().width == 70
 
 
 @pytest.mark.parametrize("name", ["html", "md", "console"])
