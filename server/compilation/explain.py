@@ -37,7 +37,7 @@ def server_factors(
         dtype=dtype,
         max_positions=max_positions,
         token_budget=token_budget,
-        custom_ops=config.compilation.custom_ops == "on",
+        custom_ops=config.compilation.custom_ops,
     )
 
 

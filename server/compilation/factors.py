@@ -117,10 +117,10 @@ def collect(
     dtype: Any,
     max_positions: int,
     token_budget: int,
-    custom_ops: bool,
+    custom_ops: str,
 ) -> dict[str, str]:
     """All factors. `dtype` is the torch dtype of weights and activations, `max_positions` the rows of the rotary
-    table, `token_budget` the largest batch in tokens, which the kernels are tuned for."""
+    table, `token_budget` the largest batch in tokens, which the kernels are tuned for, `custom_ops` `--custom-ops`."""
     return {
         "format": FORMAT,
         "python": platform.python_version(),
@@ -131,7 +131,7 @@ def collect(
         "dtype": str(dtype).removeprefix("torch."),
         "max_positions": str(max_positions),
         "token_budget": str(token_budget),
-        "custom_ops": "on" if custom_ops else "off",
+        "custom_ops": custom_ops,
         **source_factors(),
     }
 
