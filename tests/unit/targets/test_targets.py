@@ -187,6 +187,69 @@ def test_an_engine_that_is_not_installed_is_unsupported(
         targets.launch(config(engine=engine), log_dir=tmp_path)
 
 
+def rival(folder: Path, engine: str, monkeypatch: pytest.MonkeyPatch, *flags: str) -> None:
+    """Install a stand-in for `vllm` or `sglang` that takes their command lines and prints them."""
+    body = f"""
+import os, sys
+print(" ".join(sys.argv[1:]), flush=True)
+port = sys.argv[sys.argv.index("--port") + 1]
+os.execv(sys.executable, {[*FAKE, *flags, "--port"]!r} + [port])
+"""
+    if engine == "vllm":
+        script = folder / "vllm"
+        script.write_text(f"#!{sys.executable}\n{body}")
+        script.chmod(0o755)
+        monkeypatch.setattr("benchctl.targets.vllm._executable", lambda: str(script))
+    else:
+        (folder / "sglang").mkdir()
+        (folder / "sglang" / "__init__.py").touch()
+        (folder / "sglang" / "launch_server.py").write_text(body)
+        monkeypatch.setenv("PYTHONPATH", str(folder))
+        monkeypatch.syspath_prepend(str(folder))
+
+
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+def test_a_rival_is_launched_timed_and_stopped(engine: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rival(tmp_path, engine, monkeypatch)
+    model = tmp_path / "model"
+    model.mkdir()
+    cell = config(engine=engine, model=str(model), mode="eager", server_args={"max_model_len": 64})
+    with targets.launch(cell, log_dir=tmp_path, cold_caches=tmp_path / "caches", log_name="log") as server:
+        assert server.startup is not None
+        assert server.startup.kind == "cold"
+        assert [phase.name for phase in server.startup.phases] == ["first token"]
+        assert server.startup.unaccounted_s is None
+        assert server.info is not None
+        assert (server.info.engine_version, server.info.mode) == ("9.9", "eager")
+        assert server.model == str(model)
+        pid = server.pid
+    assert pid is not None
+    assert not alive(pid)
+    said = (tmp_path / "log").read_text().split("\n")[0]
+    assert ("--enforce-eager" if engine == "vllm" else "--disable-cuda-graph") in said
+    assert f"{model}" in said
+
+
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+def test_a_rival_that_exits_is_a_failure_with_its_log(
+    engine: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rival(tmp_path, engine, monkeypatch, "--exit", "3", "--say", "no such architecture")
+    (tmp_path / "model").mkdir()
+    with pytest.raises(TargetFailed, match=f"{engine} exited with status 3") as caught:
+        targets.launch(config(engine=engine, model=str(tmp_path / "model")), log_dir=tmp_path)
+    assert caught.value.log_tail[-1] == "no such architecture"
+
+
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+def test_a_preset_is_nothing_that_a_rival_could_load(
+    engine: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rival(tmp_path, engine, monkeypatch)
+    with pytest.raises(UnsupportedTarget, match="preset 'tiny' is built in"):
+        targets.launch(config(engine=engine), log_dir=tmp_path)
+
+
 def test_what_the_system_refuses_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(TargetFailed, match=r"could not be started: .*file/logs"):
