@@ -56,6 +56,7 @@ class MockServer:
         for stall in options.stalls:
             self.stalls_ns[stall.event] = self.stalls_ns.get(stall.event, 0) + int(stall.seconds * 1e9)
         self._log: IO[bytes] | None = None
+        self._entries: list[AnswerLog] = []
         if options.log is not None:
             try:
                 self._log = Path(options.log).open("wb")  # noqa: SIM115 (open as long as the server)
@@ -95,15 +96,16 @@ class MockServer:
         await self._server.wait_closed()
         self._timer.close()
         if self._log is not None:
-            self._log.close()
+            with self._log as file:
+                file.writelines(msgspec.json.encode(entry) + b"\n" for entry in self._entries)
 
     def failure_of(self, number: int) -> Failure | None:
         return next((failure for failure in self.options.failures if number % failure.every == 0), None)
 
     def log(self, entry: AnswerLog) -> None:
+        """Note an answer; written at `close`, so that writing it delays no stream."""
         if self._log is not None:
-            self._log.write(msgspec.json.encode(entry) + b"\n")
-            self._log.flush()
+            self._entries.append(entry)
 
     def write_at(self, due_ns: int, writer: AnswerWriter) -> None:
         """Have `writer` write at `due_ns`, or in the next step when that is not in the future."""
