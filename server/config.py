@@ -75,6 +75,14 @@ class AttentionOptions(msgspec.Struct, kw_only=True):
     """FLASH_ATTN only: let few long decodes go to the split-KV Triton kernel, or keep all on flash-attn."""
 
 
+class ProfileOptions(msgspec.Struct, kw_only=True):
+    directory: str | None = None
+    """Where the Chrome trace of the profiled steps goes; None: no profile."""
+    skip: int = 20
+    """Steps after readiness that are not profiled."""
+    steps: int = 50
+
+
 class ApiOptions(msgspec.Struct, kw_only=True):
     host: str = "127.0.0.1"
     port: int = 8000
@@ -96,6 +104,7 @@ class ServerConfig(msgspec.Struct, kw_only=True):
     compilation: CompilationOptions = msgspec.field(default_factory=CompilationOptions)
     attention: AttentionOptions = msgspec.field(default_factory=AttentionOptions)
     api: ApiOptions = msgspec.field(default_factory=ApiOptions)
+    profile: ProfileOptions = msgspec.field(default_factory=ProfileOptions)
     device: Literal["auto", "cuda", "cpu"] = "auto"
     runtime_dir: str = ""
     """Private 0700 directory of this server: ipc sockets, `startup.json`. Set by the supervisor."""

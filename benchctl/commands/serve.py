@@ -150,6 +150,18 @@ def serve(
     log_level: Annotated[
         Literal["debug", "info", "warning", "error"], typer.Option(help="Least severity to log.", rich_help_panel=_API)
     ] = "info",
+    profile: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR",
+            help="Profile some steps in all processes; a Chrome trace is there when the server stops.",
+            rich_help_panel=_EXECUTION,
+        ),
+    ] = None,
+    profile_skip: Annotated[
+        int, typer.Option(min=0, help="Steps after readiness before the profile.", rich_help_panel=_EXECUTION)
+    ] = 20,
+    profile_steps: Annotated[int, typer.Option(min=1, help="Steps to profile.", rich_help_panel=_EXECUTION)] = 50,
     ready_file: Annotated[
         Path | None,
         typer.Option(help="Write {url, port, pid} here as JSON once the model answers.", rich_help_panel=_API),
@@ -204,6 +216,9 @@ def serve(
             log_format=log_format,
             log_level=log_level,
         ),
+        profile=c.ProfileOptions(
+            directory=str(profile.absolute()) if profile is not None else None, skip=profile_skip, steps=profile_steps
+        ),
         device=device,
         exec_time_ns=process_start_ns(),
     )
@@ -214,6 +229,10 @@ def serve(
         for line in explain(config):
             typer.echo(line)
         return
+    if config.profile.directory is not None:
+        from server.profiling import check_directory
+
+        check_directory(config.profile.directory)
     files = _ReadyFiles(ready_file, startup_json, startup_trace)
     if restart == "no":
         raise typer.Exit(_run(config, files).exit_code)
@@ -272,7 +291,20 @@ def _run(config: c.ServerConfig, files: _ReadyFiles) -> Outcome:
         code = supervisor.run(on_ready)
     finally:
         observer.close()
+        if config.profile.directory is not None:
+            _finish_profile(config.profile)
     return Outcome(code, None if supervisor.ready_at is None else time.monotonic() - supervisor.ready_at)
+
+
+def _finish_profile(options: c.ProfileOptions) -> None:
+    from server.profiling import merge
+
+    assert options.directory is not None
+    trace = merge(options.directory)
+    if trace is None:
+        typer.echo(f"no profile: the server ran fewer than {options.skip + options.steps + 1} steps", err=True)
+    else:
+        typer.echo(f"profile: {trace}", err=True)
 
 
 def _run_again_on_failure(config: c.ServerConfig, files: _ReadyFiles) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from typing import Any
 
 import zmq
@@ -15,6 +16,7 @@ from server.config import ServerConfig
 from server.ipc import api_to_engine, engine_to_api
 from server.ipc.api_to_engine import AbortRequests, AddRequest, ApiReady
 from server.ipc.engine_to_api import EngineReady, RequestOutput, StepOutputs
+from server.profiling import SpanProfile
 
 
 class EngineClient:
@@ -27,6 +29,7 @@ class EngineClient:
         self._receiver = engine_to_api.receiver(self._context, config.runtime_dir, client_index)
         plain: zmq.Context[Any] = zmq.Context(self._context)
         self._sender = api_to_engine.sender(plain, config.runtime_dir)
+        self._profile = SpanProfile(f"api-{client_index}", config.profile)
         self._in_flight: dict[str, Sequence] = {}
         self._idle = asyncio.Event()
         self._idle.set()
@@ -99,9 +102,17 @@ class EngineClient:
         while True:
             message = await self._receiver.receive()
             if isinstance(message, StepOutputs):
+                start_ns = time.monotonic_ns()
                 self._on_step(message)
+                self._note(message, start_ns, time.monotonic_ns())
                 # A message that is already here is received without a pause: let the streams write first.
                 await asyncio.sleep(0)
+
+    def _note(self, step: StepOutputs, start_ns: int, end_ns: int) -> None:
+        """Account for the time that detokenizing and writing the tokens of a step has taken."""
+        self.metrics.detokenize_seconds += (end_ns - start_ns) * 1e-9
+        if self._profile.is_active and step.stats is not None:
+            self._profile.add("detokenize", step.stats.num_steps, start_ns, end_ns)
 
     def _on_step(self, step: StepOutputs) -> None:
         metrics = self.metrics

@@ -64,6 +64,7 @@ class Metrics(Collector):
         self.generation_tokens = 0
         self.finished: dict[str, int] = {"stop": 0, "length": 0, "abort": 0, "error": 0}
         self.rejected = 0
+        self.detokenize_seconds = 0.0
         self.ttft = Histogram("benchctl:time_to_first_token_seconds", "Arrival to first token.", _TTFT_BUCKETS)
         self.inter_token = Histogram(
             "benchctl:inter_token_latency_seconds", "Gap between successive token outputs.", _ITL_BUCKETS
@@ -143,6 +144,6 @@ class Metrics(Collector):
         phases = CounterMetricFamily(
             "benchctl:step_seconds", "Seconds the engine spent per phase of its steps.", labels=["model_name", "phase"]
         )
-        for phase, seconds in stats.step_seconds.items():
+        for phase, seconds in (*stats.step_seconds.items(), ("detokenize", self.detokenize_seconds)):
             phases.add_metric([self.model_name, phase], seconds)
         yield phases

@@ -74,11 +74,6 @@ class BlockPool:
     def find(self, digest: bytes) -> int | None:
         return self._cached.get(digest)
 
-    def reset_cache(self) -> None:
-        """Forget all cached content; blocks in use stay in use."""
-        self._cached.clear()
-        self._hash_of = [None] * self.num_blocks
-
     def _forget(self, block: int) -> None:
         digest = self._hash_of[block]
         if digest is not None:

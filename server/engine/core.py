@@ -16,11 +16,12 @@ from server.engine.kv_cache_manager import KVCacheManager
 from server.engine.request import Request
 from server.engine.scheduler import Scheduler
 from server.ipc import api_to_engine, engine_to_api, engine_to_worker, worker_to_engine
-from server.ipc.api_to_engine import AbortRequests, AddRequest, ApiReady, Control, ToEngine
-from server.ipc.engine_to_api import ControlReply, EngineReady, FromEngine, RequestOutput, StepOutputs
-from server.ipc.engine_to_worker import ToWorker, WorkerControl
+from server.ipc.api_to_engine import AbortRequests, AddRequest, ApiReady, ToEngine
+from server.ipc.engine_to_api import EngineReady, FromEngine, RequestOutput, StepOutputs
+from server.ipc.engine_to_worker import ToWorker
 from server.ipc.sockets import Receiver, Sender
-from server.ipc.worker_to_engine import ControlDone, FromWorker, StepResult, WorkerReady
+from server.ipc.worker_to_engine import FromWorker, StepResult, WorkerReady
+from server.profiling import SpanProfile
 
 logger = logging.getLogger(__name__)
 
@@ -28,7 +29,6 @@ STEP_LIMIT_S = 300.0
 """vLLM's default for VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS."""
 # Longest turn of the loop: the supervisor takes one that does not turn for dead.
 _TURN_MS = 1000
-_WORKER_COMMANDS = ("start_profile", "stop_profile")
 
 
 class EngineCore:
@@ -50,8 +50,7 @@ class EngineCore:
         self._seconds: defaultdict[str, float] = defaultdict(float)
         self._num_compilations = 0
         self._num_jit_events = 0
-        self._control_clients: dict[int, tuple[int, int]] = {}
-        self._next_control = 0
+        self._profile = SpanProfile("engine", self.config.profile)
         self._silence_s = 0.0
 
     def start(self) -> None:
@@ -116,14 +115,14 @@ class EngineCore:
     def _supply(self) -> None:
         """Schedule until the worker has as many steps as it may have."""
         while self.scheduler.num_in_flight < self._depth and self.scheduler.requests:
-            before = time.perf_counter()
+            before = time.monotonic_ns()
             step = self.scheduler.schedule()
-            scheduled = time.perf_counter()
-            self._seconds["schedule"] += scheduled - before
+            scheduled = time.monotonic_ns()
+            self._note("schedule", before, scheduled)
             if step is None:
                 return
             self._to_worker.send(step)
-            self._seconds["send"] += time.perf_counter() - scheduled
+            self._note("send", scheduled, time.monotonic_ns())
 
     def _handle_request(self, message: ToEngine) -> None:
         if isinstance(message, AddRequest):
@@ -140,22 +139,6 @@ class EngineCore:
             sender = engine_to_api.sender(self._context, self.config.runtime_dir, message.client_index)
             self._to_api[message.client_index] = sender
             sender.send(self._ready)
-        elif isinstance(message, Control):
-            self._control(message)
-
-    def _control(self, message: Control) -> None:
-        if message.command in _WORKER_COMMANDS:
-            # Call ids are the client's; the worker sees one numbering for all clients.
-            self._control_clients[self._next_control] = (message.client_index, message.call_id)
-            self._to_worker.send(WorkerControl(self._next_control, message.command))
-            self._next_control += 1
-            return
-        error = None
-        if message.command == "reset_prefix_cache":
-            self.scheduler.reset_prefix_cache()
-        else:
-            error = f"unknown command {message.command!r}"
-        self._send(message.client_index, ControlReply(message.call_id, error))
 
     def _handle_result(self, message: FromWorker) -> None:
         if isinstance(message, StepResult):
@@ -163,19 +146,21 @@ class EngineCore:
             self._num_jit_events = message.num_jit_events
             for phase, seconds in message.step_seconds.items():
                 self._seconds[phase] += seconds
-            before = time.perf_counter()
+            before = time.monotonic_ns()
             outputs: dict[int, list[RequestOutput]] = {}
             for client_index, output in self.scheduler.update(message):
                 outputs.setdefault(client_index, []).append(output)
-            updated = time.perf_counter()
-            self._seconds["update"] += updated - before
+            updated = time.monotonic_ns()
+            self._note("update", before, updated)
             self._send_outputs(outputs)
-            self._seconds["send"] += time.perf_counter() - updated
-        elif isinstance(message, ControlDone):
-            client_index, call_id = self._control_clients.pop(message.call_id)
-            self._send(client_index, ControlReply(call_id, message.error))
+            self._note("send", updated, time.monotonic_ns())
         else:
             logger.error("the worker said that it is ready twice")
+
+    def _note(self, phase: str, start_ns: int, end_ns: int) -> None:
+        self._seconds[phase] += (end_ns - start_ns) * 1e-9
+        if self._profile.is_active:
+            self._profile.add(phase, self.scheduler.num_steps, start_ns, end_ns)
 
     def _send_outputs(self, outputs: dict[int, list[RequestOutput]]) -> None:
         """One message per client; every client hears the statistics, so that any of them can answer /metrics."""

@@ -281,7 +281,3 @@ class Scheduler:
             prefix_cache_hits=self.kv.num_hits,
             num_steps=self.num_steps,
         )
-
-    def reset_prefix_cache(self) -> None:
-        """Forget all cached prefixes; running requests keep their blocks and may cache what they compute from now."""
-        self.kv.pool.reset_cache()

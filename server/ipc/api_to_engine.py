@@ -1,4 +1,4 @@
-"""API process -> engine core: new requests, aborts and control commands."""
+"""API process -> engine core: new requests and aborts."""
 
 from __future__ import annotations
 
@@ -28,22 +28,13 @@ class AbortRequests(msgspec.Struct, tag="abort", array_like=True):
     request_ids: list[str]
 
 
-class Control(msgspec.Struct, tag="control", array_like=True):
-    """An engine-wide command; the answer is an `engine_to_api.ControlReply` with the same `call_id`."""
-
-    call_id: int
-    client_index: int
-    command: str
-    """`reset_prefix_cache`, `start_profile`, `stop_profile`."""
-
-
 class ApiReady(msgspec.Struct, tag="ready", array_like=True):
     """API process `client_index` has bound its output socket and may be connected to."""
 
     client_index: int
 
 
-ToEngine = AddRequest | AbortRequests | Control | ApiReady
+ToEngine = AddRequest | AbortRequests | ApiReady
 
 _NAME = "engine-in"
 

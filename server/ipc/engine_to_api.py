@@ -81,12 +81,7 @@ class EngineReady(msgspec.Struct, tag="ready", array_like=True):
     max_num_batched_tokens: int
 
 
-class ControlReply(msgspec.Struct, tag="control", array_like=True):
-    call_id: int
-    error: str | None = None
-
-
-FromEngine = StepOutputs | EngineReady | ControlReply
+FromEngine = StepOutputs | EngineReady
 
 
 def _name(client_index: int) -> str:

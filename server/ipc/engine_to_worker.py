@@ -43,17 +43,11 @@ class ScheduleStep(msgspec.Struct, tag="step", array_like=True):
     """Finished, aborted or preempted: forget them, before anything else of this step is applied."""
 
 
-class WorkerControl(msgspec.Struct, tag="control", array_like=True):
-    call_id: int
-    command: str
-    """`start_profile`, `stop_profile`."""
-
-
 class Shutdown(msgspec.Struct, tag="shutdown", array_like=True):
     pass
 
 
-ToWorker = ScheduleStep | WorkerControl | Shutdown
+ToWorker = ScheduleStep | Shutdown
 
 
 def sender(context: zmq.Context[Any], runtime_dir: str, rank: int = 0) -> Sender[ToWorker]:

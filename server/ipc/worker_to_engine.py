@@ -42,12 +42,7 @@ class StepResult(msgspec.Struct, tag="result", array_like=True):
     """Seconds of this step per phase: prepare, forward, sample, copy."""
 
 
-class ControlDone(msgspec.Struct, tag="control", array_like=True):
-    call_id: int
-    error: str | None = None
-
-
-FromWorker = WorkerReady | StepResult | ControlDone
+FromWorker = WorkerReady | StepResult
 
 
 def sender(context: zmq.Context[Any], runtime_dir: str) -> Sender[FromWorker]:

@@ -99,7 +99,7 @@ class ResultSender:
         self._counters = counters
         self._on_error = on_error
         self._stream: torch.cuda.Stream | None = None
-        self._queue: queue.SimpleQueue[HostOutput | FromWorker | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[HostOutput | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         if device.type == "cuda":
             self._stream = torch.cuda.Stream(device)
@@ -114,13 +114,6 @@ class ResultSender:
         else:
             self._queue.put(host)
 
-    def send(self, message: FromWorker) -> None:
-        """Send a message after the results submitted so far."""
-        if self._thread is None:
-            self._sender.send(message)
-        else:
-            self._queue.put(message)
-
     def close(self) -> None:
         """Send what was submitted, then stop."""
         if self._thread is not None:
@@ -130,6 +123,6 @@ class ResultSender:
     def _run(self) -> None:
         try:
             while (item := self._queue.get()) is not None:
-                self._sender.send(step_result(item, self._counters) if isinstance(item, HostOutput) else item)
+                self._sender.send(step_result(item, self._counters))
         except BaseException as error:
             self._on_error(error)

@@ -19,8 +19,8 @@ from server.attention.base import AttentionBackend, AttentionSpec
 from server.child import Child, FailedMessage
 from server.compilation.counters import CompileCounters
 from server.ipc import engine_to_worker, worker_to_engine
-from server.ipc.engine_to_worker import ScheduleStep, Shutdown, WorkerControl
-from server.ipc.worker_to_engine import ControlDone, WorkerReady
+from server.ipc.engine_to_worker import ScheduleStep, Shutdown
+from server.ipc.worker_to_engine import WorkerReady
 from server.models.decoder import CausalLM, build_model
 from server.models.loading import fill_dummy_weights, load_weights
 from server.models.registry import ResolvedModel, resolve_model
@@ -227,19 +227,22 @@ class Worker:
         sender.send(ready)
         self.child.ready(num_blocks=ready.num_blocks, attention_backend=ready.attention_backend, mode=ready.mode)
         results = ResultSender(sender, self.device, self._die, self.counters)
+        profiler = None
+        if self.config.profile.directory is not None:
+            from server.worker.profiler import StepProfiler
+
+            profiler = StepProfiler(self.child.process, self.config.profile, self.device)
         while True:
             message = receiver.receive()
             if isinstance(message, ScheduleStep):
+                if profiler is not None:
+                    profiler.before_step(message.step_id)
                 results.submit(self.runner.execute(message))
-            elif isinstance(message, WorkerControl):
-                results.send(ControlDone(message.call_id, self._control(message.command)))
             elif isinstance(message, Shutdown):
                 results.close()
+                if profiler is not None:
+                    profiler.close()
                 return 0
-
-    def _control(self, command: str) -> str | None:
-        """Run an engine-wide command; returns what went wrong."""
-        return f"unknown command {command!r}"
 
     def _die(self, error: BaseException) -> None:
         """The results thread failed: without it no request could ever finish."""

@@ -63,14 +63,3 @@ def test_the_first_block_with_a_content_is_the_one_found() -> None:
     pool.release([second])
     assert pool.allocate(1) == [second]
     assert pool.find(b"same") == first, "evicting the copy leaves the original"
-
-
-def test_resetting_keeps_blocks_in_use() -> None:
-    pool = BlockPool(2)
-    (block,) = pool.allocate(1)
-    pool.cache(block, b"x")
-    pool.reset_cache()
-    assert pool.find(b"x") is None
-    assert pool.num_free == 1
-    pool.release([block])
-    assert sorted(pool.allocate(2)) == [0, 1]

@@ -18,11 +18,11 @@ import zmq
 from server.child import ConfigMessage, ControlMessage, DrainMessage, FailedMessage, ReadyMessage, StatusMessage
 from server.config import SchedulerOptions, ServerConfig
 from server.ipc import api_to_engine, engine_to_worker, worker_to_engine
-from server.ipc.api_to_engine import AbortRequests, AddRequest, ApiReady, Control
-from server.ipc.engine_to_api import ControlReply, EngineReady, FromEngine, RequestOutput, StepOutputs
-from server.ipc.engine_to_worker import ScheduleStep, WorkerControl
+from server.ipc.api_to_engine import AbortRequests, AddRequest, ApiReady
+from server.ipc.engine_to_api import EngineReady, FromEngine, RequestOutput, StepOutputs
+from server.ipc.engine_to_worker import ScheduleStep
 from server.ipc.sockets import Receiver, endpoint
-from server.ipc.worker_to_engine import ControlDone, StepResult, WorkerReady
+from server.ipc.worker_to_engine import StepResult, WorkerReady
 from server.sampling_params import SamplingParams
 from tests.unit.engine.fake_worker import VOCABULARY, FakeWorker, quiet_run
 
@@ -76,8 +76,6 @@ class Engine:
                 if isinstance(message, ScheduleStep):
                     data = self.worker.execute(msgspec.msgpack.encode(message))
                     sender.send(msgspec.msgpack.decode(data, type=StepResult))
-                elif isinstance(message, WorkerControl):
-                    sender.send(ControlDone(message.call_id, f"cannot {message.command}"))
         except BaseException as error:  # the test must hear of it
             self.failure = error
         finally:
@@ -100,11 +98,6 @@ class Engine:
         message = self.outputs[client].receive(TIMEOUT_MS)
         assert self.failure is None, self.failure
         assert message is not None, "the engine is silent"
-        return message
-
-    def reply(self, client: int) -> ControlReply:
-        while not isinstance(message := self.receive(client), ControlReply):
-            pass
         return message
 
     def close(self) -> None:
@@ -191,14 +184,6 @@ def test_refuses_what_cannot_run_and_survives_garbage(engine: Engine) -> None:
     assert [part.finish_reason for part in outputs["long"] + outputs["empty"]] == ["error", "error"]
     assert outputs["good"][-1].finish_reason == "length"
     assert engine.process.poll() is None
-
-
-def test_commands_are_answered_to_who_gave_them(engine: Engine) -> None:
-    engine.requests.send(Control(7, 0, "reset_prefix_cache"))
-    engine.requests.send(Control(7, 1, "start_profile"))
-    engine.requests.send(Control(8, 0, "sing"))
-    assert [engine.reply(0), engine.reply(0)] == [ControlReply(7), ControlReply(8, "unknown command 'sing'")]
-    assert engine.reply(1) == ControlReply(7, "cannot start_profile")
 
 
 def test_leaves_when_told_to_drain(tmp_path: Path) -> None:

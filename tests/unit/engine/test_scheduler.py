@@ -214,12 +214,3 @@ def test_an_answer_to_another_step_is_an_error() -> None:
     schedule(scheduler)
     with pytest.raises(RuntimeError, match="answered step 7, step 1 is due"):
         scheduler.update(StepResult(7, [], [], {}, {}))
-
-
-def test_resetting_the_prefix_cache() -> None:
-    scheduler = make_scheduler()
-    add(scheduler, "a", [1, 2, 3, 4, 5])
-    answer(scheduler, schedule(scheduler), {"a": 1})
-    scheduler.reset_prefix_cache()
-    add(scheduler, "b", [1, 2, 3, 4, 5])
-    assert schedule(scheduler).new_requests[0].num_computed_tokens == 0
