@@ -91,7 +91,6 @@ class LiveObserver:
     def __init__(self, console: Console) -> None:
         self._console = console
         self._spinner = Spinner("dots")
-        self._live = Live(console=console, get_renderable=self._render, refresh_per_second=8, transient=True)
         self._plan: Plan | None = None
         self._done = 0
         self._activity = Text("preparing")
@@ -99,6 +98,8 @@ class LiveObserver:
         self._began = time.monotonic()
         self._server_began = self._began
         self._ran_cells = 0
+        # Last: it renders once in its constructor.
+        self._live = Live(console=console, get_renderable=self._render, refresh_per_second=8, transient=True)
 
     def __enter__(self) -> LiveObserver:
         self._live.start()

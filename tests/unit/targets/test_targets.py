@@ -259,6 +259,21 @@ def test_what_the_system_refuses_is_one_line(tmp_path: Path, monkeypatch: pytest
         targets.launch(config(), log_dir=tmp_path)
 
 
+def test_caches_that_the_user_chose_do_not_warm_a_cold_start(
+    fake: Callable[..., None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR")
+    for name in names:
+        monkeypatch.setenv(name, "/the/users/own")
+    fake()
+    for caches in (tmp_path / "caches", None):
+        with targets.launch(config(), log_dir=tmp_path, cold_caches=caches) as server:
+            lines = Path(f"/proc/{server.pid}/environ").read_text().split("\0")
+            environment = dict(line.split("=", 1) for line in lines if line)
+        expected = "/the/users/own" if caches is None else str(caches)
+        assert all(environment[name].startswith(expected) for name in names)
+
+
 def test_start_kind_follows_the_cache_directory(tmp_path: Path) -> None:
     assert start_kind(None) == "unknown"
     assert start_kind(tmp_path / "missing") == start_kind(tmp_path) == "cold"
