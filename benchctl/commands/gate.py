@@ -13,7 +13,7 @@ def gate(
         Path | None, typer.Argument(metavar="[BASELINE]", help="Results (a directory per run), or a checkout.")
     ] = None,
     candidate: Annotated[
-        Path | None, typer.Argument(metavar="[CANDIDATE]", help="The same; default with --base-rev: this checkout.")
+        Path | None, typer.Argument(metavar="[CANDIDATE]", help="The same; default: this checkout.")
     ] = None,
     base_rev: Annotated[
         str | None, typer.Option("--base-rev", metavar="REV", help="Git revision to run as baseline.")
@@ -79,6 +79,8 @@ def gate(
     from benchctl.matrix.interrupts import Interrupts
 
     console = Console()
+    if (base_rev or base_command) and candidate is None:
+        baseline, candidate = None, baseline  # the one path that is given is not the baseline's
     base, new = SideRequest(baseline, base_rev, base_command), SideRequest(candidate, candidate_rev, candidate_command)
     request = GateRequest(
         baseline=base,

@@ -175,9 +175,12 @@ def _why_undecided(metrics: Sequence[MetricVerdict], look: Look, settings: GateS
     open_ones = [one for one in metrics if one.outcome == "undecided"]
     reasons = []
     if look.alpha == 0:
+        reached = (
+            f"{look.pairs} pair{'s' if look.pairs != 1 else ''} can reach p = {reachable_p(look.pairs):.3g} at best"
+        )
         reasons.append(
-            f"{look.pairs} pairs can reach p = {reachable_p(look.pairs):.3g} at best; a regression in one of {family} "
-            f"gated metrics at an error rate of {settings.alpha:g} needs {_pairs_needed(settings.alpha, family)} pairs"
+            f"{reached}; a regression in one of {family} gated metrics at an error rate of {settings.alpha:g} needs "
+            f"{_pairs_needed(settings.alpha, family)} pairs"
         )
     for one in open_ones:
         within = PASS_MULTIPLE * one.min_effect
