@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import jinja2
-import jinja2.sandbox
 import msgspec
 
 from server.api.errors import invalid
 from server.api.protocol import ChatMessage
+from server.api.template_sandbox import TemplateEnvironment
 from server.errors import UserError
 
 # ChatML, without the system prompt that some checkpoints put in.
@@ -41,9 +41,7 @@ class ChatTemplate:
     """A compiled template. Raises UserError when `source` (named `where`) does not compile."""
 
     def __init__(self, source: str, special_tokens: dict[str, str], where: str = "chat template") -> None:
-        environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
-        )
+        environment = TemplateEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"])
         environment.filters["tojson"] = _tojson
         environment.globals["raise_exception"] = _raise_exception
         environment.globals["strftime_now"] = time.strftime
