@@ -48,7 +48,7 @@ def test_with_aborts_around_them(server: Server, alone: list[list[int]]) -> None
     async def run() -> list[list[int]]:
         async with client(400) as http:
             leavers = [
-                asyncio.create_task(stream(http, server.url, {**request, "max_tokens": 200}, leave_after=i % 9))
+                asyncio.create_task(stream(http, server.url, {**request, "max_tokens": 3000}, leave_after=i % 9))
                 for i, request in enumerate(REQUESTS[:100])
             ]
             tokens = await asyncio.gather(*(complete(http, server.url, request) for request in REQUESTS))
