@@ -21,6 +21,12 @@ def seconds(value: float | None) -> str:
     return "0 s" if value == 0 else f"{significant(value * 1e6)} µs"
 
 
+def whole_seconds(value: float) -> str:
+    """A time that runs while one looks at it: `6 s`, `2 min 05 s`."""
+    minutes, rest = divmod(round(value), 60)
+    return f"{minutes} min {rest:02d} s" if minutes else f"{rest} s"
+
+
 def significant(value: float | None) -> str:
     """Three significant digits below 1000, whole numbers with commas above: `0.0123`, `45.6`, `12,300`."""
     if value is None:

@@ -134,6 +134,8 @@ class CellConfig(msgspec.Struct, kw_only=True):
     """The arrival process' full specification, its name under "name", e.g. {"name": "poisson", "rate": 4.0}."""
     seed: int = 0
     slos: list[str] = []
+    client: dict[str, Any] = {}
+    """How the load generator was told to send and to count (`[client]` of a suite); empty: its defaults."""
 
 
 class WorkloadInfo(msgspec.Struct, kw_only=True):

@@ -148,7 +148,7 @@ class LiveObserver:
             return Text("")
         total = len(self._plan.cells)
         head = Table.grid(padding=(0, 1))
-        since = formatting.seconds(float(round(time.monotonic() - self._server_began)))
+        since = formatting.whole_seconds(time.monotonic() - self._server_began)
         head.add_row(self._spinner, self._activity, Text(since, "dim"))
         rows: list[RenderableType] = [head]
         if self._progress is not None:
@@ -166,7 +166,7 @@ class LiveObserver:
             return Text("")
         each = (time.monotonic() - self._began) / self._ran_cells
         left = (len(self._plan.cells) - self._done) * each
-        return Text(f"about {formatting.seconds(float(round(left)))} left", "dim")
+        return Text(f"about {formatting.whole_seconds(left)} left", "dim")
 
 
 def _progress_row(progress: Progress) -> Table:

@@ -72,6 +72,7 @@ def plan_matrix(suite: Suite) -> Plan:
                     workload={},
                     arrival={},
                     seed=suite.seed,
+                    client=suite.client,
                 )
                 servers.append(ServerPlan(name=name, cells=_cells(name, config, loads)))
     if not servers:
@@ -125,6 +126,8 @@ def _short(value: Any) -> str:
 
 
 def _cells(server_name: str, base: CellConfig, loads: list[Load]) -> list[Cell]:
+    from benchctl.loadgen.session import sized_workload  # it imports this module
+
     cells: list[Cell] = []
     taken: set[str] = set()
     for load in loads:
@@ -132,7 +135,7 @@ def _cells(server_name: str, base: CellConfig, loads: list[Load]) -> list[Cell]:
             traffic = f"{load.label or load.workload['name']}/{arrival_label(arrival)}"
             config = msgspec.structs.replace(
                 base,
-                workload=load.workload,
+                workload=sized_workload(load.workload, arrival),
                 arrival=arrival,
                 endpoint=load.endpoint,
                 seed=traffic_seed(base.seed, traffic),

@@ -10,10 +10,9 @@ from pathlib import Path
 from benchctl.loadgen.options import LoadOptions
 from benchctl.loadgen.run import run_load
 from benchctl.matrix.plan import Cell
-from benchctl.matrix.progress import Progress
+from benchctl.matrix.progress import Progress, Replayed
 from benchctl.matrix.traffic import Traffic
 from benchctl.targets import RunningServer
-from reports.schema import LoadMetrics
 
 
 def replay_cell(
@@ -24,7 +23,7 @@ def replay_cell(
     records: Path,
     on_progress: Callable[[Progress], None],
     cancel: threading.Event,
-) -> LoadMetrics:
+) -> Replayed:
     """Replay against a running server; a `Replay` of the matrix runner. Raises UserError as `run_load` does."""
     options = LoadOptions(
         url=server.url,
@@ -32,8 +31,9 @@ def replay_cell(
         endpoint=cell.config.endpoint,
         api_key=os.environ.get("OPENAI_API_KEY"),
         slos=tuple(cell.config.slos),
+        **cell.config.client,
     )
     outcome = run_load(
         options, traffic.workload, traffic.schedule, output=records, on_progress=on_progress, cancel=cancel
     )
-    return outcome.metrics
+    return Replayed(metrics=outcome.metrics, aborted=outcome.aborted, error_details=outcome.error_details)

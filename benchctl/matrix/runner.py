@@ -15,9 +15,10 @@ from typing import Literal, Protocol
 import msgspec
 
 from benchctl import targets
+from benchctl.loadgen.session import explain_failures
 from benchctl.matrix.interrupts import Interrupts
 from benchctl.matrix.plan import Cell, Plan, ServerPlan
-from benchctl.matrix.progress import Progress
+from benchctl.matrix.progress import Progress, Replayed
 from benchctl.matrix.traffic import Traffic
 from benchctl.provenance import collect_provenance, utc_now
 from benchctl.targets import RunningServer, TargetError, TargetFailed
@@ -57,7 +58,7 @@ class Replay(Protocol):
         records: Path,
         on_progress: Callable[[Progress], None],
         cancel: threading.Event,
-    ) -> LoadMetrics: ...
+    ) -> Replayed: ...
 
 
 class MatrixRunner:
@@ -227,7 +228,7 @@ class MatrixRunner:
         timer = threading.Timer(self.plan.suite.cell_timeout_s, expire)
         timer.daemon = True
         began = time.monotonic()
-        metrics: LoadMetrics | None = None
+        replayed: Replayed | None = None
         problem: str | None = None
         trace: list[str] = []
         telemetry = Telemetry(pid=server.pid, url=server.url)
@@ -235,7 +236,7 @@ class MatrixRunner:
             timer.start()
             try:
                 with self._interrupts.graceful(cancel):
-                    metrics = self._replay(
+                    replayed = self._replay(
                         cell,
                         traffic,
                         server,
@@ -250,14 +251,14 @@ class MatrixRunner:
                 trace = traceback.format_exc().splitlines()
             finally:
                 timer.cancel()
-        status, reason = self._verdict(metrics, problem, server, late=late.is_set())
+        status, reason = self._verdict(replayed, problem, server, late=late.is_set())
         self._finish(
             cell,
             status,
             reason,
             log_tail=trace or (server.log_tail() if status == "failed" else []),
             startup=starts,
-            metrics=metrics,
+            metrics=replayed.metrics if replayed else None,
             server=server,
             telemetry=telemetry,
             records=records if records.is_file() else None,
@@ -265,7 +266,7 @@ class MatrixRunner:
         )
 
     def _verdict(
-        self, metrics: LoadMetrics | None, problem: str | None, server: RunningServer, *, late: bool
+        self, replayed: Replayed | None, problem: str | None, server: RunningServer, *, late: bool
     ) -> tuple[Status, str | None]:
         code = server.exit_code()
         if self._interrupts.requested:
@@ -275,16 +276,23 @@ class MatrixRunner:
             return "failed", f"the server {how} during the run"
         if late:
             return "timeout", f"the cell did not end within {self.plan.suite.cell_timeout_s:g} s"
-        if problem is not None or metrics is None:
+        if problem is not None or replayed is None:
             return "failed", problem
+        if replayed.aborted is not None:
+            return "failed", replayed.aborted
+        metrics = replayed.metrics
         if metrics.completed == 0:
-            causes = ", ".join(f"{number} × {cause}" for cause, number in metrics.errors.items())
-            return "failed", f"no request was completed ({causes or 'none was sent'})"
+            return "failed", f"no request was completed: {explain_failures(metrics, replayed.error_details)}"
         if metrics.client_saturated:
-            lag = metrics.client_lag_s.percentiles.get("p99")
-            seen = f"client lag p99 {lag * 1e3:.1f} ms" if lag is not None else "client lag"
-            return "invalid", f"client saturated: {seen} is above {metrics.client_lag_bound_s * 1e3:.1f} ms"
-        return "ok", None
+            lag_ms, bound_ms = (
+                (metrics.client_lag_s.percentiles.get("p99") or 0.0) * 1e3,
+                metrics.client_lag_bound_s * 1e3,
+            )
+            return "invalid", (
+                f"client saturated: client lag p99 {lag_ms:.1f} ms is above {bound_ms:.1f} ms; "
+                "lower the rate, raise client.workers or use a machine with more cores"
+            )
+        return "ok", explain_failures(metrics, replayed.error_details) if metrics.failed else None
 
     def _finish(
         self,

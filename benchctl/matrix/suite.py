@@ -18,6 +18,12 @@ from workloads.parameters import convert, near_matches
 
 StartKind = Literal["cold", "warm"]
 
+CLIENT_OPTIONS = (
+    *("workers", "timeout_s", "connect_timeout_s", "retries", "warmup", "cooldown"),
+    *("lag_bound_s", "force_lengths", "continuous_usage"),
+)
+"""Fields of `benchctl.loadgen.LoadOptions` that a suite may set."""
+
 
 class Load(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     """A workload and the arrival processes that it is replayed under, one cell each."""
@@ -66,6 +72,8 @@ class Suite(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     """For engine `url`."""
     server: dict[str, Any] = {}
     """Flags of `benchctl serve` for every server, with underscores, e.g. `max_model_len = 2048`."""
+    client: dict[str, Any] = {}
+    """How the load generator sends and counts: options of `benchctl run`, as `workers = 4` or `warmup = "5s"`."""
     loads: list[Load]
     starts: list[StartKind] = msgspec.field(default_factory=lambda: ["cold", "warm"])
     """Which starts are timed; the last one started serves the loads. Warm needs cold before it."""
@@ -180,6 +188,7 @@ def _check(suite: Suite, where: str) -> None:
     _check_names(suite.modes, ("compile", "eager"), f"{where}: mode")
     _check_names(suite.backends, ("auto", "FLASH_ATTN", "TRITON_ATTN", "TORCH_SDPA"), f"{where}: attention backend")
     _check_server_flags(suite.server, where)
+    _check_client(suite, where)
     if suite.starts[0] == "warm":
         raise UserError(f'{where}: `starts`: a warm start needs a cold one before it: starts = ["cold", "warm"]')
     for key in ("start_repeats", "start_timeout_s", "cell_timeout_s"):
@@ -213,6 +222,20 @@ def _sweep(arrival: dict[str, Any], at: str) -> list[dict[str, Any]]:
     if not values or len(set(map(str, values))) != len(values):
         raise UserError(f"{at}: arrival `{key}` = {values}: a sweep needs different values, at least one")
     return [{**arrival, key: value} for value in values]
+
+
+def _check_client(suite: Suite, where: str) -> None:
+    """Names and values of `[client]`, and every SLO."""
+    from benchctl.loadgen.options import LoadOptions
+    from benchctl.loadgen.run import check_options
+
+    _check_names(suite.client, CLIENT_OPTIONS, f"{where}: client option")
+    for slos in ([], *(load.slos for load in suite.loads)):
+        try:
+            options = msgspec.convert({"url": "", "model": "", "slos": slos, **suite.client}, LoadOptions)
+            check_options(options)
+        except (msgspec.ValidationError, UserError) as error:
+            raise UserError(f"{where}: client: {error}" if not slos else f"{where}: {error}") from None
 
 
 def _check_server_flags(server: dict[str, Any], where: str) -> None:

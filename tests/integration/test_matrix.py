@@ -27,6 +27,8 @@ max_num_seqs = 8
 max_model_len = 256
 num_gpu_blocks_override = 128
 device = "cpu"
+[client]
+lag_bound_s = 60
 [[loads]]
 workload = { name = "synthetic", num_requests = 6, input_len = 16, output_len = 8 }
 arrivals = [{ name = "concurrency", concurrency = 2 }, { name = "burst" }]

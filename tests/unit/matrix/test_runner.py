@@ -14,7 +14,7 @@ import pytest
 
 from benchctl.matrix import runner as runner_module
 from benchctl.matrix.plan import Cell, Plan, ServerPlan, plan_matrix
-from benchctl.matrix.progress import Progress
+from benchctl.matrix.progress import Progress, Replayed
 from benchctl.matrix.runner import MatrixRunner
 from benchctl.matrix.suite import load_suite
 from benchctl.matrix.traffic import Traffic, TrafficFactory
@@ -58,6 +58,7 @@ class World:
     def __init__(self) -> None:
         self.events: list[str] = []
         self.servers: list[FakeServer] = []
+        self.aborted: str | None = None
         self.before_launch: Callable[[CellConfig], None] = lambda config: None
         self.load: Callable[[Cell, FakeServer, threading.Event], LoadMetrics] = lambda *_: samples.load_metrics(1, 2)
 
@@ -73,9 +74,9 @@ class World:
         self.servers.append(FakeServer(kind))
         return self.servers[-1]
 
-    def replay(self, cell: Cell, traffic: Traffic, server: FakeServer, **rest: Any) -> LoadMetrics:
+    def replay(self, cell: Cell, traffic: Traffic, server: FakeServer, **rest: Any) -> Replayed:
         self.events.append(cell.id.split("/", 2)[2])
-        return self.load(cell, server, rest["cancel"])
+        return Replayed(metrics=self.load(cell, server, rest["cancel"]), aborted=self.aborted)
 
 
 class Silent:
@@ -350,7 +351,14 @@ def test_a_saturated_client_invalidates_and_no_success_fails(world: World, tmp_p
     results = make(world, tmp_path / "out", "modes=['eager']")[0].run().results
     assert [result.status for result in results] == ["invalid", "failed"]
     assert "client saturated" in str(results[0].reason)
-    assert results[1].reason == "no request was completed (4 × http 503)"
+    assert results[1].reason == "no request was completed: 4 × http 503"
+
+
+def test_a_load_that_gave_up_is_a_failure_with_its_figures(world: World, tmp_path: Path) -> None:
+    world.aborted = "the server does not take connections any more"
+    (result, _) = make(world, tmp_path / "out", "modes=['eager']")[0].run().results
+    assert (result.status, result.reason) == ("failed", world.aborted)
+    assert result.metrics is not None
 
 
 def test_a_full_disk_is_one_line_and_keeps_what_was_written(

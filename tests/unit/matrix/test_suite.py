@@ -123,6 +123,22 @@ def test_what_an_endpoint_calls_its_model_is_not_looked_up(tmp_path: Path, monke
     assert TrafficFactory().prepare(plan.cells)
 
 
+def test_client_options_are_part_of_the_experiment(tmp_path: Path) -> None:
+    plain = plan_matrix(load_suite(write(tmp_path, MINIMAL)))
+    client = plan_matrix(load_suite(write(tmp_path, MINIMAL), ["client.warmup=2s", "client.workers=3"]))
+    assert client.cells[0].config.client == {"warmup": "2s", "workers": 3}
+    assert client.cells[0].digest != plain.cells[0].digest
+
+
+def test_a_duration_makes_enough_requests(tmp_path: Path) -> None:
+    text = MINIMAL.replace("num_requests = 4, ", "").replace("rate = 4.0", "rate = 40, duration_s = 10")
+    plan = plan_matrix(load_suite(write(tmp_path, text), ['modes=["eager"]']))
+    traffic = TrafficFactory().prepare(plan.cells)[plan.cells[1].id]
+    assert traffic.schedule.times_s is not None
+    assert 300 < len(traffic.schedule.times_s) < 500
+    assert traffic.info.requests > len(traffic.schedule.times_s)
+
+
 def test_a_list_of_rates_is_a_sweep(tmp_path: Path) -> None:
     text = MINIMAL.replace("rate = 4.0", "rate = [1, 2.5, 4.0], max_concurrency = 9")
     suite = load_suite(write(tmp_path, text))
@@ -168,6 +184,11 @@ def test_the_reference_table_follows_the_selected_cells() -> None:
         ("start_repeats = 0\n" + MINIMAL, "`start_repeats` must be a finite number above 0"),
         ("cell_timeout_s = inf\n" + MINIMAL, "`cell_timeout_s` must be a finite number"),
         ("server.max_model_length = 4\n" + MINIMAL, "server flag 'max_model_length' is unknown; did you mean"),
+        ("client.worker = 1\n" + MINIMAL, "client option 'worker' is unknown; did you mean `workers`"),
+        ("client.workers = 0\n" + MINIMAL, "client: --workers 0: must be from 1"),
+        ("client.warmup = 'x'\n" + MINIMAL, "client: --warmup 'x': expected a time"),
+        ("client.retries = 'x'\n" + MINIMAL, r"client: Expected `int`, got `str` - at `\$.retries`"),
+        (MINIMAL + "slos = ['ttft:soon']\n", "SLO 'ttft:soon': "),
         ("server.max_num_seqs = 'x'\n" + MINIMAL, "server.max_num_seqs = 'x': Expected `int`, got `str`"),
         ("server.max_num_seqs = 0\n" + MINIMAL, "server.max_num_seqs = 0: must be at least 1"),
         ("server.gpu_memory_utilization = 1.5\n" + MINIMAL, "must be at least 0.05 and at most 1"),

@@ -70,6 +70,7 @@ def test_seconds(value: float | None, text: str) -> None:
 
 
 def test_other_numbers() -> None:
+    assert [formatting.whole_seconds(value) for value in (0.4, 59.6, 125.2)] == ["0 s", "1 min 00 s", "2 min 05 s"]
     values = (0.0, 0.0123, 4.5678, 45.6, 456.7, 1234.5, None)
     texts = ["0", "0.0123", "4.57", "45.6", "457", "1,234", "–"]
     assert [formatting.significant(value) for value in values] == texts
