@@ -182,21 +182,23 @@ class ModelCompiler:
             with self.timeline.span("compile/import-inductor"):
                 wait_for_isa = self._import_inductor()
                 from server.compilation.capture import capture
+                from server.compilation.repeat import SAMPLE, repeat_layers, shortened
                 from server.compilation.split import split
 
             with compile_processes(self.device):
-                with self.timeline.span("compile/dynamo"):
+                with self.timeline.span("compile/dynamo"), shortened(self.model) as num_layers:
                     captured = capture(self.model, _tuning_size(self.token_budget), self.device)
                 with self.timeline.span("compile/split"):
                     graph = split(captured)
+                    plan = repeat_layers(graph.plan, num_layers) if num_layers > SAMPLE else graph.plan
                 with self.timeline.span("compile/isa-probe"):
                     wait_for_isa()
                 pieces = []
                 for number, piece in enumerate(graph.pieces):
                     with self.timeline.span(f"compile/inductor/piece-{number}", cache="miss"):
                         pieces.append(compile_piece(piece, self._artifact(number)))
-        (self.directory / _PLAN).write_bytes(msgspec.json.encode(graph.plan))
-        return CompiledModel(self.model, graph.plan, pieces, key=self.key, cache_hit=False, directory=self.directory)
+        (self.directory / _PLAN).write_bytes(msgspec.json.encode(plan))
+        return CompiledModel(self.model, plan, pieces, key=self.key, cache_hit=False, directory=self.directory)
 
     def _import_inductor(self) -> Callable[[], None]:
         """Import Inductor. On CPU it also has to find out which vector instructions work, by compiling and running
