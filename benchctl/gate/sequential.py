@@ -19,8 +19,8 @@ import numpy.typing as npt
 from benchctl.gate.statistics import Array, center, holm, p_above, p_below, reachable_p
 
 # Cumulative share of the error rate spent at information fraction t is t^power (Kim and DeMets 1987). Regressions
-# spend late, so that the last look keeps most of its power; passes spend early, so that a plain A/A ends early.
-ALPHA_POWER = 1.5
+# spend evenly; passes spend early, so that a plain A/A ends after four of twelve pairs.
+ALPHA_POWER = 1.0
 BETA_POWER = 0.4
 PASS_MULTIPLE = 2.0
 """A pass rules out slowdowns of this many minimum effects: those that the gate promises to catch."""
