@@ -38,9 +38,9 @@ def compare(
         raise UserError(f"--format {output_format!r}: choose table, {' or '.join(FORMATS)}")
     table = compare_results(results, check_ignored(ignore_field or ()))
     if output_format == "table":
-        from rich.console import Console
+        from reports.console import report_console
 
-        Console().print(render_console(table))
+        report_console().print(render_console(table))
     else:
         typer.echo(FORMATS[output_format](table), nl=False)
 

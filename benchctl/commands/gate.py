@@ -61,8 +61,6 @@ def gate(
     Give results, two checkouts, --base-rev, or two commands. Runs are made in interleaved pairs until the answer is
     plain. Exit code: 0 pass, 1 regression (or the candidate fails), 2 bad input, 3 inconclusive, 130 interrupted.
     """
-    from rich.console import Console
-
     from benchctl.gate.comparable import check_ignored
     from benchctl.gate.gate import (
         DEFAULT_SUITE,
@@ -77,8 +75,9 @@ def gate(
     from benchctl.gate.outputs import on_github, tell_github, write_calibration, write_outputs
     from benchctl.gate.show import render_calibration, render_verdict
     from benchctl.matrix.interrupts import Interrupts
+    from reports.console import report_console
 
-    console = Console()
+    console = report_console()
     if (base_rev or base_command) and candidate is None:
         baseline, candidate = None, baseline  # the one path that is given is not the baseline's
     base, new = SideRequest(baseline, base_rev, base_command), SideRequest(candidate, candidate_rev, candidate_command)

@@ -58,18 +58,17 @@ def plot(
     ] = None,
 ) -> None:
     """Show a metric over commits with its change points."""
-    from rich.console import Console
-
     from benchctl.history.plot import render_console, render_html
     from benchctl.history.series import build_series
     from benchctl.history.store import open_store
+    from reports.console import report_console
     from reports.results import write_text
 
     chosen = _metric(metric)
     series = build_series(open_store(store).read(), chosen, cell)
     if not series:
         raise UserError(f"{store}: holds no {metric}{f' for a cell with {cell!r} in its id' if cell else ''}")
-    Console().print(render_console(series))
+    report_console().print(render_console(series))
     if output is not None:
         typer.echo(write_text(output, render_html(series, f"{chosen.label} over commits")))
 

@@ -183,11 +183,11 @@ def _why_undecided(metrics: Sequence[MetricVerdict], look: Look, settings: GateS
             f"{_pairs_needed(settings.alpha, family)} pairs"
         )
     for one in open_ones:
-        within = PASS_MULTIPLE * one.min_effect
-        limits = f"a regression (beyond {one.min_effect:.0%}) nor its absence (within {within:.0%})"
+        limits = f"{one.min_effect:.0%} and {PASS_MULTIPLE * one.min_effect:.0%}"
+        reasons.append(f"{one.cell_id}: {_changed(one)} shows neither a regression nor its absence (limits {limits})")
+    if open_ones:
         reasons.append(
-            f"{one.cell_id}: {_changed(one)}: neither {limits} is shown; more pairs (--max-pairs), a quieter "
-            "machine or a larger minimum effect would decide it"
+            "more pairs (--max-pairs), a quieter machine or larger minimum effects decide more; --calibrate says which"
         )
     return reasons
 

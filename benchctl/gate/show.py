@@ -30,9 +30,8 @@ _OUTCOMES: dict[Outcome, str] = {
 
 
 def render_verdict(verdict: GateVerdict) -> RenderableType:
-    parts: list[RenderableType] = []
-    if verdict.metrics:
-        parts.append(Padding(_metrics(verdict), (0, 0, 1, 0)))
+    cells = dict.fromkeys(one.cell_id for one in verdict.metrics)
+    parts: list[RenderableType] = [Padding(_cell(verdict, cell_id), (0, 0, 1, 0)) for cell_id in cells]
     parts += [Text(f"warning: {text}", "yellow") for text in verdict.warnings]
     parts += [Text(f"  {reason}", "dim") for reason in verdict.reasons if reason not in verdict.summary]
     parts.append(Text.assemble((verdict.verdict, _VERDICTS[verdict.verdict]), ": ", verdict.summary))
@@ -83,21 +82,23 @@ def suggested_table(calibration: Calibration) -> str:
     return "\n".join(lines)
 
 
-def _metrics(verdict: GateVerdict) -> Table:
-    confident = sorted({f"{one.confidence:.1%}" for one in verdict.metrics if one.confidence is not None})
-    table = _table(f"{verdict.pairs} pairs of runs" + (f", intervals at {' to '.join(confident)}" if confident else ""))
-    for name in ("cell", "metric", "baseline", "candidate", "change", "interval", "limit", ""):
-        table.add_column(name, justify="left" if name in ("cell", "metric", "") else "right", overflow="fold")
+def _cell(verdict: GateVerdict, cell_id: str) -> Table:
+    table = _table(cell_id)
+    for name in ("", "baseline", "candidate", "change", "interval", "limit"):
+        table.add_column(name, justify="right" if name else "left")
+    table.add_column("")
     for one in verdict.metrics:
+        if one.cell_id != cell_id:
+            continue
+        style = _OUTCOMES[one.outcome]
         table.add_row(
-            one.cell_id,
             one.label,
             value_text(one, one.baseline),
             value_text(one, one.candidate),
-            Text(percent(one.change), _OUTCOMES[one.outcome]),
-            interval_text(one),
+            Text(percent(one.change), style),
+            f"{interval_text(one)} ({one.confidence:.0%})" if one.confidence is not None else interval_text(one),
             limit_text(one),
-            Text(one.reason or one.outcome, _OUTCOMES[one.outcome]),
+            Text(one.reason or one.outcome, style),
         )
     return table
 

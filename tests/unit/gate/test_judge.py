@@ -82,7 +82,7 @@ def test_five_pairs_are_enough_for_one_gated_metric() -> None:
 def test_noise_is_inconclusive_and_never_a_pass() -> None:
     judgement = judge(factory.pairs(8, noise=0.3, seed=5), SETTINGS)
     assert judgement.verdict is None
-    assert any("neither a regression" in reason for reason in judgement.reasons)
+    assert any("shows neither a regression nor its absence" in reason for reason in judgement.reasons)
 
 
 def fail_some(result: CellResult) -> None:

@@ -330,3 +330,11 @@ def test_calibration_from_given_runs(tmp_path: Path) -> None:
         assert one["min_effect"] < one["detectable"]["8"] < one["min_effect"] + 0.06
         # Noise of 1.4% a pair: about twice as much must be asked for.
         assert 0.01 < one["suggested"] < 0.06
+
+
+def test_one_path_beside_a_base_revision_is_the_candidate(repository: Path, tmp_path: Path) -> None:
+    arguments = ["gate", str(repository), "--base-rev", "HEAD", "-s", str(tmp_path / "suite.toml"), "-o", "../out"]
+    done = CliRunner().invoke(build_app(["gate"]), arguments)
+    assert done.exit_code == 0, done.output
+    verdict = json.loads((tmp_path / "out" / "verdict.json").read_bytes())
+    assert (verdict["baseline"]["label"], verdict["candidate"]["label"]) == ("HEAD", str(repository))
