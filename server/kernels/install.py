@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from server.kernels import linear_op as _linear_op  # noqa: F401 - registers tor
 from server.kernels.activation import silu_and_mul
 from server.kernels.embedding import embedding
 from server.kernels.gemv import MAX_ROWS, gemv, supports
+from server.kernels.launch import WARM_UP_THREADS
 from server.kernels.norm import add_rms_norm, rms_norm
 from server.kernels.rotary import rotary
 from server.layers.kernel_layer import KernelFactory, install_kernels
@@ -120,3 +122,20 @@ def _self_attention(layer: SelfAttention) -> Forward:
         return layer.o_proj(output.view(tokens, heads * head_dim))
 
     return forward
+
+
+@torch.inference_mode()
+def warm_up_projections(model: nn.Module) -> None:
+    """Compile the GEMV for every distinct projection of `model`: for one row, and for the several that share one."""
+    distinct: dict[tuple[torch.Size, bool], Linear] = {}
+    for layer in model.modules():
+        if isinstance(layer, Linear) and supports(layer.weight):
+            distinct.setdefault((layer.weight.shape, layer.bias is not None), layer)
+
+    def run(task: tuple[Linear, int]) -> None:
+        layer, rows = task
+        layer(layer.weight.new_zeros(rows, layer.in_features))
+
+    # Triton compiles outside of the interpreter's lock for the most part.
+    with ThreadPoolExecutor(WARM_UP_THREADS, thread_name_prefix="projections") as pool:
+        list(pool.map(run, [(layer, rows) for layer in distinct.values() for rows in (1, 2)]))

@@ -9,15 +9,15 @@ import triton.language as tl
 from server.kernels.launch import Prebound, cached, next_power_of_2
 
 
-@triton.jit(do_not_specialize=["v_offset", "key_stride", "value_stride"])
+@triton.jit(do_not_specialize=["v_offset16", "key_stride8", "value_stride8"])
 def _write_kv_kernel(
     key_ptr,
     value_ptr,
     kv_ptr,
     slot_mapping_ptr,
-    v_offset: tl.int64,
-    key_stride,
-    value_stride,
+    v_offset16: tl.int64,
+    key_stride8,
+    value_stride8,
     ROW: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -27,11 +27,11 @@ def _write_kv_kernel(
         return
     offs = tl.arange(0, BLOCK)
     mask = offs < ROW
-    key = tl.load(key_ptr + token * tl.multiple_of(key_stride, 8) + offs, mask=mask)
-    value = tl.load(value_ptr + token * tl.multiple_of(value_stride, 8) + offs, mask=mask)
+    key = tl.load(key_ptr + token * (key_stride8 * 8) + offs, mask=mask)
+    value = tl.load(value_ptr + token * (value_stride8 * 8) + offs, mask=mask)
     row = kv_ptr + slot * ROW + offs
     tl.store(row, key, mask=mask)
-    tl.store(row + tl.multiple_of(v_offset, 16), value, mask=mask)
+    tl.store(row + v_offset16 * 16, value, mask=mask)
 
 
 @cached
@@ -46,5 +46,5 @@ def write_kv(key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor, slo
     if tokens == 0:
         return
     kernel = _bound(key.dtype, heads * head_dim)
-    scalars = (kv_cache.stride(0), key.stride(0), value.stride(0))
+    scalars = (kv_cache.stride(0) // 16, key.stride(0) // 8, value.stride(0) // 8)
     kernel((tokens, 1, 1), (key, value, kv_cache, slot_mapping), scalars)

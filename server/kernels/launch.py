@@ -20,6 +20,9 @@ import triton
 INTERPRETED: bool = bool(triton.knobs.runtime.interpret)
 """Kernels run in Triton's interpreter (TRITON_INTERPRET=1): for tests, on CPU tensors, thousands of times slower."""
 
+WARM_UP_THREADS = 8
+"""Kernels that are compiled at once while the server starts."""
+
 _ALIGNMENT_MASK = 15
 
 F = TypeVar("F", bound=Any)

@@ -18,14 +18,21 @@ def normalise(x, weight, eps, SIZE: tl.constexpr):
     return (wide.to(x.dtype).to(tl.float32) * weight.to(tl.float32)).to(x.dtype)
 
 
-@triton.jit(do_not_specialize=["x_stride"])
+@triton.jit
 def _rms_norm_kernel(
-    x_ptr, weight_ptr, out_ptr, eps, x_stride, HEADS: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr
+    x_ptr,
+    weight_ptr,
+    out_ptr,
+    eps,
+    X_STRIDE: tl.constexpr,
+    HEADS: tl.constexpr,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     offs = tl.arange(0, BLOCK)
     mask = offs < SIZE
-    source = x_ptr + row // HEADS * tl.multiple_of(x_stride, 8) + row % HEADS * SIZE
+    source = x_ptr + row // HEADS * X_STRIDE + row % HEADS * SIZE
     x = tl.load(source + offs, mask=mask, other=0.0)
     weight = tl.load(weight_ptr + offs, mask=mask, other=0.0)
     tl.store(out_ptr + row * SIZE + offs, normalise(x, weight, eps, SIZE), mask=mask)
@@ -49,8 +56,8 @@ def _warps(size: int) -> int:
 
 
 @cached
-def _bound_norm(dtype: torch.dtype, heads: int, size: int) -> Prebound:
-    return Prebound(_rms_norm_kernel, (heads, size, next_power_of_2(size)), num_warps=_warps(size))
+def _bound_norm(dtype: torch.dtype, stride: int, heads: int, size: int) -> Prebound:
+    return Prebound(_rms_norm_kernel, (stride, heads, size, next_power_of_2(size)), num_warps=_warps(size))
 
 
 @cached
@@ -64,7 +71,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     heads = x.shape[1] if x.dim() == 3 else 1
     rows = x.shape[0] * heads
     if rows:
-        _bound_norm(x.dtype, heads, x.shape[-1])((rows, 1, 1), (x, weight, out), (eps, x.stride(0)))
+        _bound_norm(x.dtype, x.stride(0), heads, x.shape[-1])((rows, 1, 1), (x, weight, out), (eps,))
     return out
 
 

@@ -25,11 +25,12 @@ from server.kernels.attention_config import (
 from server.kernels.launch import INTERPRETED, Prebound, cached, next_power_of_2
 from server.kernels.paged_tiles import attend_tile
 
-_MERGE_ELEMENTS = 8192
-"""Elements of partial results that the merge holds at a time: 64 registers a thread at 4 warps."""
+_MERGE_ELEMENTS = 4096
+"""Elements of partial results that the merge holds at a time: 32 registers a thread at 4 warps, few enough that the
+merge, which one program in many runs, does not cost all of them occupancy."""
 
 
-@triton.jit(do_not_specialize=["v_offset", "block_table_stride", "q_stride", "out_stride"])
+@triton.jit(do_not_specialize=["v_offset16", "block_table_stride", "q_stride8", "out_stride8"])
 def _decode_kernel(
     q_ptr,
     kv_ptr,
@@ -41,10 +42,10 @@ def _decode_kernel(
     stats_ptr,
     counter_ptr,
     scale_log2,
-    v_offset: tl.int64,
+    v_offset16: tl.int64,
     block_table_stride,
-    q_stride,
-    out_stride,
+    q_stride8,
+    out_stride8,
     NUM_KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -53,7 +54,8 @@ def _decode_kernel(
     BLOCK_D: tl.constexpr,
     BLOCK_N: tl.constexpr,
     MIN_CHUNK: tl.constexpr,
-    BLOCK_R: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
+    MAX_SPLITS: tl.constexpr,
     MERGE_SPLITS: tl.constexpr,
     MIXED: tl.constexpr,
     UPCAST: tl.constexpr,
@@ -82,11 +84,11 @@ def _decode_kernel(
     d_mask = offs_d < HEAD_DIM
     io_mask = (offs_g < GROUP)[:, None] & d_mask[None, :]
     io_offsets = (kv_head * GROUP + offs_g)[:, None] * HEAD_DIM + offs_d[None, :]
-    q = tl.load(q_ptr + row.to(tl.int64) * tl.multiple_of(q_stride, 8) + io_offsets, mask=io_mask, other=0.0)
-    out_pointers = out_ptr + row.to(tl.int64) * tl.multiple_of(out_stride, 8) + io_offsets
+    q = tl.load(q_ptr + row.to(tl.int64) * q_stride8 * 8 + io_offsets, mask=io_mask, other=0.0)
+    out_pointers = out_ptr + row.to(tl.int64) * out_stride8 * 8 + io_offsets
 
     k_base = kv_ptr + kv_head * HEAD_DIM
-    v_base = k_base + tl.multiple_of(v_offset, 16)
+    v_base = k_base + v_offset16 * 16
     table = block_table_ptr + seq.to(tl.int64) * block_table_stride
     positions = tl.zeros((BLOCK_G,), dtype=tl.int32) + (end - 1)
     acc = tl.zeros((BLOCK_G, BLOCK_D), dtype=tl.float32)
@@ -95,7 +97,7 @@ def _decode_kernel(
     full_end = start + (end - start) // BLOCK_N * BLOCK_N
     for first in tl.range(start, full_end, BLOCK_N):
         acc, row_max, row_sum = attend_tile(
-            q, k_base, v_base, table, tl.multiple_of(first, BLOCK_N), end, positions, offs_d, d_mask,
+            q, k_base, v_base, table, first, end, positions, offs_d, d_mask,
             acc, row_max, row_sum, scale_log2,
             BLOCK_G, BLOCK_N, NUM_KV_HEADS * HEAD_DIM, PAGE, BLOCK_D != HEAD_DIM, False, UPCAST,
         )  # fmt: skip
@@ -123,33 +125,34 @@ def _decode_kernel(
     arrived = tl.atomic_add(counter_ptr + cell, 1, sem="acq_rel", scope="gpu")
     if arrived == num_splits - 1:
         tl.store(counter_ptr + cell, 0)
-        offs_r = tl.arange(0, BLOCK_R)
-        r_mask = offs_r < GROUP * HEAD_DIM
-        merged = tl.zeros((BLOCK_R,), dtype=tl.float32)
-        total = tl.zeros((BLOCK_R,), dtype=tl.float32)
-        top = tl.full((BLOCK_R,), float("-inf"), dtype=tl.float32)
+        # First the weight of every split, from its few statistics; then the parts, whose reads depend on nothing.
+        offs_q = tl.arange(0, BLOCK_Q)
+        q_mask = offs_q < GROUP
+        offs_s = tl.arange(0, MAX_SPLITS)
+        stats = stats_ptr + cell * max_splits * (2 * GROUP) + offs_q[None, :]
+        mask = (offs_s < num_splits)[:, None] & q_mask[None, :]
+        maxima = tl.load(stats + offs_s[:, None] * (2 * GROUP), mask=mask, other=float("-inf"), cache_modifier=".cg")
+        sums = tl.load(stats + offs_s[:, None] * (2 * GROUP) + GROUP, mask=mask, other=0.0, cache_modifier=".cg")
+        # Lanes past the last head hold no maximum; keep -inf - -inf out of them.
+        top = tl.where(q_mask, tl.max(maxima, 0), 0.0)
+        total = tl.where(q_mask, tl.sum(sums * tl.exp2(maxima - top[None, :]), 0), 1.0)
+        merged = tl.zeros((BLOCK_Q, BLOCK_D), dtype=tl.float32)
+        parts = partial_ptr + cell * max_splits * (GROUP * HEAD_DIM)
+        part_offsets = offs_q[:, None] * HEAD_DIM + offs_d[None, :]
+        part_mask = q_mask[:, None] & d_mask[None, :]
         for first_split in tl.range(0, num_splits, MERGE_SPLITS):
-            offs_s = first_split + tl.arange(0, MERGE_SPLITS)
-            mask = (offs_s < num_splits)[:, None] & r_mask[None, :]
-            cells = cell * max_splits + offs_s
-            stats = stats_ptr + cells[:, None] * (2 * GROUP) + (offs_r // HEAD_DIM)[None, :]
-            maxima = tl.load(stats, mask=mask, other=float("-inf"), cache_modifier=".cg")
-            sums = tl.load(stats + GROUP, mask=mask, other=0.0, cache_modifier=".cg")
-            parts = tl.load(
-                partial_ptr + cells[:, None] * (GROUP * HEAD_DIM) + offs_r[None, :],
-                mask=mask, other=0.0, cache_modifier=".cg",
+            some = first_split + tl.arange(0, MERGE_SPLITS)
+            some_mask = (some < num_splits)[:, None] & q_mask[None, :]
+            peaks = tl.load(
+                stats + some[:, None] * (2 * GROUP), mask=some_mask, other=float("-inf"), cache_modifier=".cg"
+            )
+            read = tl.load(
+                parts + some[:, None, None] * (GROUP * HEAD_DIM) + part_offsets[None, :, :],
+                mask=some_mask[:, :, None] & part_mask[None, :, :], other=0.0, cache_modifier=".cg",
             )  # fmt: skip
-            new_top = tl.maximum(top, tl.max(maxima, 0))
-            # Lanes past the last row hold no maximum; keep -inf - -inf out of them.
-            safe_top = tl.where(r_mask, new_top, 0.0)
-            weights = tl.exp2(maxima - safe_top[None, :])
-            rescale = tl.exp2(top - safe_top)
-            merged = merged * rescale + tl.sum(parts * weights, 0)
-            total = total * rescale + tl.sum(sums * weights, 0)
-            top = new_top
-        merged = merged / tl.where(r_mask, total, 1.0)
-        out_row = out_ptr + row.to(tl.int64) * tl.multiple_of(out_stride, 8) + kv_head * (GROUP * HEAD_DIM)
-        tl.store(out_row + offs_r, merged.to(out_ptr.dtype.element_ty), mask=r_mask)
+            merged += tl.sum(read * tl.exp2(peaks - top[None, :])[:, :, None], 0)
+        out_row = out_ptr + row.to(tl.int64) * out_stride8 * 8 + kv_head * (GROUP * HEAD_DIM)
+        tl.store(out_row + part_offsets, (merged / total[:, None]).to(out_ptr.dtype.element_ty), mask=part_mask)
 
 
 class DecodeScratch:
@@ -183,11 +186,10 @@ def _bound(
     config: DecodeConfig,
 ) -> Prebound:
     group = num_heads // num_kv_heads
-    block_r = next_power_of_2(group * head_dim)
+    block_q, block_d = next_power_of_2(group), padded_head_dim(head_dim)
     constants = (
-        num_kv_heads, group, head_dim, page, max(16, next_power_of_2(group)),
-        padded_head_dim(head_dim), config.block_n, config.min_chunk, block_r,
-        max(1, min(16, _MERGE_ELEMENTS // block_r)), mixed, INTERPRETED,
+        num_kv_heads, group, head_dim, page, max(16, block_q), block_d, config.block_n, config.min_chunk,
+        block_q, MAX_SPLITS, max(1, min(16, _MERGE_ELEMENTS // (block_q * block_d))), mixed, INTERPRETED,
     )  # fmt: skip
     return Prebound(_decode_kernel, constants, num_warps=config.num_warps, num_stages=config.num_stages)
 
@@ -228,5 +230,5 @@ def paged_decode(
             query, kv_cache, block_table, query_start_loc, seq_lens, output,
             scratch.partial, scratch.stats, scratch.counter,
         ),
-        (scale * LOG2_E, kv_cache.stride(0), block_table.stride(0), query.stride(0), output.stride(0)),
+        (scale * LOG2_E, kv_cache.stride(0) // 16, block_table.stride(0), query.stride(0) // 8, output.stride(0) // 8),
     )  # fmt: skip

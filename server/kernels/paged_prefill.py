@@ -19,7 +19,7 @@ from server.kernels.paged_decode import LOG2_E
 from server.kernels.paged_tiles import attend_tile
 
 
-@triton.jit(do_not_specialize=["v_offset", "block_table_stride", "q_stride", "out_stride", "num_seqs"])
+@triton.jit(do_not_specialize=["v_offset16", "block_table_stride", "q_stride8", "out_stride8", "num_seqs"])
 def _prefill_kernel(
     q_ptr,
     kv_ptr,
@@ -28,10 +28,10 @@ def _prefill_kernel(
     seq_lens_ptr,
     out_ptr,
     scale_log2,
-    v_offset: tl.int64,
+    v_offset16: tl.int64,
     block_table_stride,
-    q_stride,
-    out_stride,
+    q_stride8,
+    out_stride8,
     num_seqs,
     NUM_KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
@@ -73,11 +73,11 @@ def _prefill_kernel(
     heads = kv_head * GROUP + offs_m % GROUP
     io_mask = ((queries < last_query) & (offs_m < BLOCK_Q * GROUP))[:, None] & d_mask[None, :]
     rows = (query_start + queries).to(tl.int64)
-    q_pointers = q_ptr + (rows * tl.multiple_of(q_stride, 8) + heads * HEAD_DIM)[:, None] + offs_d[None, :]
+    q_pointers = q_ptr + (rows * q_stride8 * 8 + heads * HEAD_DIM)[:, None] + offs_d[None, :]
     q = tl.load(q_pointers, mask=io_mask, other=0.0)
 
     k_base = kv_ptr + kv_head * HEAD_DIM
-    v_base = k_base + tl.multiple_of(v_offset, 16)
+    v_base = k_base + v_offset16 * 16
     table = block_table_ptr + tl.cast(seq, tl.int64) * block_table_stride
     positions = context + queries
     acc = tl.zeros((BLOCK_M, BLOCK_D), dtype=tl.float32)
@@ -87,17 +87,17 @@ def _prefill_kernel(
     full_end = (context + first_query + 1) // BLOCK_N * BLOCK_N
     for first in tl.range(0, full_end, BLOCK_N):
         acc, row_max, row_sum = attend_tile(
-            q, k_base, v_base, table, tl.multiple_of(first, BLOCK_N), end, positions, offs_d, d_mask,
+            q, k_base, v_base, table, first, end, positions, offs_d, d_mask,
             acc, row_max, row_sum, scale_log2,
             BLOCK_M, BLOCK_N, NUM_KV_HEADS * HEAD_DIM, PAGE, BLOCK_D != HEAD_DIM, False, UPCAST,
         )  # fmt: skip
     for first in tl.range(full_end, end, BLOCK_N):
         acc, row_max, row_sum = attend_tile(
-            q, k_base, v_base, table, tl.multiple_of(first, BLOCK_N), end, positions, offs_d, d_mask,
+            q, k_base, v_base, table, first, end, positions, offs_d, d_mask,
             acc, row_max, row_sum, scale_log2,
             BLOCK_M, BLOCK_N, NUM_KV_HEADS * HEAD_DIM, PAGE, BLOCK_D != HEAD_DIM, True, UPCAST,
         )  # fmt: skip
-    out_pointers = out_ptr + (rows * tl.multiple_of(out_stride, 8) + heads * HEAD_DIM)[:, None] + offs_d[None, :]
+    out_pointers = out_ptr + (rows * out_stride8 * 8 + heads * HEAD_DIM)[:, None] + offs_d[None, :]
     tl.store(out_pointers, (acc / row_sum[:, None]).to(out_ptr.dtype.element_ty), mask=io_mask)
 
 
@@ -151,5 +151,12 @@ def paged_prefill(
     kernel(
         (num_kv_heads, num_tokens // block_q + num_seqs, 1),
         (query, kv_cache, block_table, query_start_loc, seq_lens, output),
-        (scale * LOG2_E, kv_cache.stride(0), block_table.stride(0), query.stride(0), output.stride(0), num_seqs),
+        (
+            scale * LOG2_E,
+            kv_cache.stride(0) // 16,
+            block_table.stride(0),
+            query.stride(0) // 8,
+            output.stride(0) // 8,
+            num_seqs,
+        ),
     )

@@ -13,7 +13,7 @@ import triton.language as tl
 from server.kernels.launch import Prebound, cached, next_power_of_2
 
 
-@triton.jit(do_not_specialize=["v_offset"])
+@triton.jit(do_not_specialize=["v_offset16"])
 def _rotary_kernel(
     qkv_ptr,
     positions_ptr,
@@ -23,7 +23,7 @@ def _rotary_kernel(
     kv_ptr,
     slot_mapping_ptr,
     eps,
-    v_offset: tl.int64,
+    v_offset16: tl.int64,
     NUM_HEADS: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -79,7 +79,7 @@ def _rotary_kernel(
             tl.store(cell_rows, new_first, mask=key_mask)
             tl.store(cell_rows + HALF, new_second, mask=key_mask)
             value = row + (NUM_HEADS + NUM_KV_HEADS + kv_head) * HEAD_DIM + offs
-            v_cell = cell + tl.multiple_of(v_offset, 16) + offs
+            v_cell = cell + v_offset16 * 16 + offs
             tl.store(v_cell, tl.load(value, mask=half_mask), mask=half_mask)
             tl.store(v_cell + HALF, tl.load(value + HALF, mask=half_mask), mask=half_mask)
     else:
@@ -128,8 +128,8 @@ def rotary(
     norm, write = norm_weights is not None, kv_cache is not None and slot_mapping is not None
     q_weight, k_weight = norm_weights if norm_weights is not None else (qkv, qkv)
     if kv_cache is None or slot_mapping is None:
-        cache, slots, v_offset = qkv, positions, 0
+        cache, slots, v_offset16 = qkv, positions, 0
     else:
-        cache, slots, v_offset = kv_cache, slot_mapping, kv_cache.stride(0)
+        cache, slots, v_offset16 = kv_cache, slot_mapping, kv_cache.stride(0) // 16
     kernel = _bound(qkv.dtype, positions.dtype, num_heads, num_kv_heads, head_dim, norm, write)
-    kernel((tokens, num_kv_heads, 1), (qkv, positions, cos_sin, q_weight, k_weight, cache, slots), (eps, v_offset))
+    kernel((tokens, num_kv_heads, 1), (qkv, positions, cos_sin, q_weight, k_weight, cache, slots), (eps, v_offset16))

@@ -27,14 +27,14 @@ def _sortable(x):
     return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
 
 
-@triton.jit(do_not_specialize=["logits_stride"])
+@triton.jit
 def _threshold_kernel(
     logits_ptr,
     temperature_ptr,
     top_k_ptr,
     top_p_ptr,
     threshold_ptr,
-    logits_stride,
+    STRIDE: tl.constexpr,
     VOCAB: tl.constexpr,
     TILE: tl.constexpr,
 ):
@@ -47,7 +47,7 @@ def _threshold_kernel(
     if (temperature <= 0.0) | ((limit_k | limit_p) == 0):
         tl.store(threshold_ptr + row, float("-inf"))
         return
-    logits = logits_ptr + row.to(tl.int64) * logits_stride
+    logits = logits_ptr + row.to(tl.int64) * STRIDE
     offs = tl.arange(0, TILE)
     top = tl.full((TILE,), float("-inf"), dtype=tl.float32)
     for start in tl.range(0, VOCAB, TILE):
@@ -122,7 +122,7 @@ def _gumbel(seed, position, token_ids):
     return -tl.log(exponential)
 
 
-@triton.jit(do_not_specialize=["logits_stride"])
+@triton.jit
 def _chunk_argmax_kernel(
     logits_ptr,
     temperature_ptr,
@@ -131,7 +131,7 @@ def _chunk_argmax_kernel(
     position_ptr,
     values_ptr,
     indices_ptr,
-    logits_stride,
+    STRIDE: tl.constexpr,
     VOCAB: tl.constexpr,
     CHUNK: tl.constexpr,
     RANDOM: tl.constexpr,
@@ -141,7 +141,7 @@ def _chunk_argmax_kernel(
     chunk = tl.program_id(1)
     offs = chunk * CHUNK + tl.arange(0, CHUNK)
     mask = offs < VOCAB
-    x = tl.load(logits_ptr + row.to(tl.int64) * logits_stride + offs, mask=mask, other=float("-inf")).to(tl.float32)
+    x = tl.load(logits_ptr + row.to(tl.int64) * STRIDE + offs, mask=mask, other=float("-inf")).to(tl.float32)
     if RANDOM:
         temperature = tl.load(temperature_ptr + row)
         if temperature > 0.0:
@@ -168,13 +168,15 @@ def _merge_argmax_kernel(values_ptr, indices_ptr, out_ptr, num_chunks, BLOCK: tl
 
 
 @cached
-def _bound_threshold(dtype: torch.dtype, top_k_dtype: torch.dtype, vocab: int) -> Prebound:
-    return Prebound(_threshold_kernel, (vocab, _TILE), num_warps=16)
+def _bound_threshold(dtype: torch.dtype, top_k_dtype: torch.dtype, stride: int, vocab: int) -> Prebound:
+    return Prebound(_threshold_kernel, (stride, vocab, _TILE), num_warps=16)
 
 
 @cached
-def _bound_chunk(dtype: torch.dtype, position_dtype: torch.dtype, vocab: int, random: bool, limited: bool) -> Prebound:
-    return Prebound(_chunk_argmax_kernel, (vocab, _CHUNK, random, limited), num_warps=8)
+def _bound_chunk(
+    dtype: torch.dtype, position_dtype: torch.dtype, stride: int, vocab: int, random: bool, limited: bool
+) -> Prebound:
+    return Prebound(_chunk_argmax_kernel, (stride, vocab, _CHUNK, random, limited), num_warps=8)
 
 
 @cached
@@ -199,11 +201,10 @@ def _reduce(
         return out
     values = torch.empty(rows * chunks, dtype=torch.float32, device=logits.device)
     indices = torch.empty(rows * chunks, dtype=torch.int32, device=logits.device)
-    kernel = _bound_chunk(logits.dtype, positions.dtype, vocab, random, limited)
+    kernel = _bound_chunk(logits.dtype, positions.dtype, logits.stride(0), vocab, random, limited)
     kernel(
         (rows, chunks, 1),
         (logits, temperature, threshold, seeds, positions, values, indices),
-        (logits.stride(0),),
     )
     _bound_merge(triton.next_power_of_2(chunks))((rows, 1, 1), (values, indices, out), (chunks,))
     return out
@@ -234,11 +235,10 @@ def sample(
     if limited and logits.shape[0]:
         rows, vocab = logits.shape
         if top_k is None:
-            top_k = torch.zeros(rows, dtype=torch.int32, device=logits.device)
+            top_k = torch.zeros(rows, dtype=torch.int64, device=logits.device)
         if top_p is None:
             top_p = torch.ones(rows, dtype=torch.float32, device=logits.device)
         threshold = torch.empty(rows, dtype=torch.float32, device=logits.device)
-        _bound_threshold(logits.dtype, top_k.dtype, vocab)(
-            (rows, 1, 1), (logits, temperature, top_k, top_p, threshold), (logits.stride(0),)
-        )
+        kernel = _bound_threshold(logits.dtype, top_k.dtype, logits.stride(0), vocab)
+        kernel((rows, 1, 1), (logits, temperature, top_k, top_p, threshold))
     return _reduce(logits, temperature, threshold, seeds, positions, random=True, limited=limited)
