@@ -48,7 +48,7 @@ class AnswerStream:
 
     def feed(self, data: bytes, now_ns: int) -> None:
         """Take more of the body, received at `now_ns`. A failure is left in `cause` and `detail`."""
-        if self.cause:
+        if self.cause or self.done:
             return
         try:
             events = self._parser.feed(data)
