@@ -16,6 +16,7 @@ from benchctl.gate.settings import GateSettings
 from benchctl.gate.sources import Source
 from benchctl.gate.validity import disturbances
 from benchctl.targets.process import ServerProcess
+from reports import formatting
 from reports.results import explain_os_error
 from server.errors import UserError
 
@@ -86,6 +87,7 @@ class Session:
         return judgement if judgement.verdict in ("failed", "inconclusive") else Judgement(None, judgement.reasons)
 
     def _run_pair(self, number: int) -> None:
+        began = time.monotonic()
         runs: dict[Side, Run] = {}
         for side in self.order[number]:
             runs[side] = self._run_side(side, number)
@@ -99,6 +101,12 @@ class Session:
             self._run_pair(number)
             return
         self.pairs.append(pair)
+        if len(self.pairs) == 1:
+            took = time.monotonic() - began
+            least, most = (
+                formatting.seconds(took * count) for count in (self.settings.min_pairs, self.settings.max_pairs)
+            )
+            self.say(f"a pair takes {formatting.seconds(took)}: an answer in {least} to {most}")
 
     def _run_side(self, side: Side, number: int) -> Run:
         source = self.sources[side]

@@ -34,7 +34,9 @@ def render_verdict(verdict: GateVerdict) -> RenderableType:
     parts: list[RenderableType] = [Padding(_cell(verdict, cell_id), (0, 0, 1, 0)) for cell_id in cells]
     parts += [Text(f"warning: {text}", "yellow") for text in verdict.warnings]
     parts += [Text(f"  {reason}", "dim") for reason in verdict.reasons if reason not in verdict.summary]
-    parts.append(Text.assemble((verdict.verdict, _VERDICTS[verdict.verdict]), ": ", verdict.summary))
+    took = f" in {formatting.seconds(verdict.duration_s)}" if verdict.duration_s is not None else ""
+    early = f" (ended early, {verdict.max_pairs} were allowed)" if verdict.ended_early else ""
+    parts.append(Text.assemble((verdict.verdict, _VERDICTS[verdict.verdict]), ": ", verdict.summary, took, early))
     return Group(*parts)
 
 
