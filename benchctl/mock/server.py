@@ -45,6 +45,8 @@ class MockServer:
         check_options(options)
         self.options = options
         self.requests = 0
+        self.accepted = 0
+        """Connections so far."""
         self.url = ""
         self.answers = {
             chat: AnswerBytes(
@@ -278,6 +280,7 @@ class MockProtocol(asyncio.Protocol):
         self._fd = transport.get_extra_info("socket").fileno()
         self.transport.set_write_buffer_limits(high=0)
         self._server.connections.add(self)
+        self._server.accepted += 1
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.closed = True
