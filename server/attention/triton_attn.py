@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
@@ -118,16 +119,22 @@ class TritonAttentionBackend(AttentionBackend):
 
     def warm_up(self, metadata_sizes: list[int]) -> None:
         """Compile the kernels for every row of their tables that a batch can select."""
-        from server.attention.warm_up import warm_up_batches
+        from server.attention.warm_up import SyntheticBatch, warm_up_batches
+        from server.kernels.launch import WARM_UP_THREADS
 
         group = self.spec.num_heads // self.spec.num_kv_heads
         largest = max(metadata_sizes, default=1)
         table = DECODE_TABLE[padded_head_dim(self.spec.head_dim), self.spec.dtype.itemsize]
         sizes = sorted({min(bound, largest) for bound in table})
         query_lens = sorted({2, max(2, 64 // group), 128})
-        for batch in warm_up_batches(self.spec, sizes, query_lens, LONG_DECODE):
+
+        def run(batch: SyntheticBatch) -> None:
             self.write_kv(batch.key, batch.value, batch.kv_cache, batch.metadata.slot_mapping)
             self.forward(batch.query, batch.kv_cache, batch.metadata, 1.0, batch.output)
+
+        # Triton compiles outside of the interpreter's lock for the most part.
+        with ThreadPoolExecutor(WARM_UP_THREADS, thread_name_prefix="attention") as pool:
+            list(pool.map(run, warm_up_batches(self.spec, sizes, query_lens, LONG_DECODE)))
         if self.spec.device.type == "cuda":
             torch.cuda.synchronize(self.spec.device)
 

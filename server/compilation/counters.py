@@ -5,8 +5,11 @@ Read from modules that are loaded already: eager mode imports neither Dynamo nor
 
 from __future__ import annotations
 
+import logging
 import sys
 from typing import Any
+
+logger = logging.getLogger(__name__)
 
 # Keys of Dynamo's timing records whose number of entries counts an event each: a graph compiled by Inductor, a kernel
 # whose configurations were benchmarked.
@@ -47,6 +50,8 @@ class CompileCounters:
 
         def listener(**event: Any) -> None:
             self._jit_events += 1
+            # Nothing should be compiled by now, so whoever reads the log wants to know what was.
+            logger.warning("kernel %s is compiled while serving", getattr(event.get("src"), "name", "of unknown name"))
             if before is not None:
                 before(**event)
 

@@ -137,7 +137,7 @@ class CudaGraphForward:
         """Forget all graphs and give their memory back."""
         self.full.clear()
         self.piecewise.clear()
-        self.recorder = GraphRecorder(self.device)
+        self.recorder.pool = torch.cuda.graph_pool_handle()
         torch.cuda.synchronize()
         gc.collect()
         torch.cuda.empty_cache()
@@ -146,7 +146,7 @@ class CudaGraphForward:
         """Record a decode step of `input_ids.shape[0]` sequences. The forward context must hold metadata whose tensors
         are the persistent buffers. Within `recorder.session`."""
         # First without recording: libraries load kernels and allocate workspaces at the first call of a shape.
-        self.tail(self.executor(input_ids, positions))
+        self.tail(self.executor.touch(input_ids, positions))
         with self.recorder.record() as graph:
             hidden = self.executor(input_ids, positions)
             logits, token_ids = self.tail(hidden)
@@ -155,7 +155,7 @@ class CudaGraphForward:
     def record_piecewise(self, input_ids: torch.Tensor, positions: torch.Tensor) -> None:
         """Record the pieces for `input_ids.shape[0]` tokens; attention is not run. Within `recorder.session`."""
         executor = self.executor
-        executor(input_ids, positions)
+        executor.touch(input_ids, positions)
         steps: list[torch.cuda.CUDAGraph | tuple[Any, ...]] = []
         slots = executor.start(input_ids, positions)
         for step in executor.steps:

@@ -123,6 +123,26 @@ class PlanExecutor:
                 slots[slot] = value
         self.drop(step, slots)
 
+    def touch(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """Run each distinct piece and one attention call once: enough for what libraries load and allocate at the
+        first call of a shape. The result has the shape of hidden states and no meaning."""
+        slots = self.start(input_ids, positions)
+        made: dict[int, list[torch.Tensor]] = {}
+        attended = False
+        for step in self.steps:
+            if step.piece is None:
+                if not attended:
+                    self.attention(*self.operands(step, slots), step.layer)
+                attended = True
+            else:
+                if id(step.piece) not in made:
+                    made[id(step.piece)] = list(step.piece(*self.operands(step, slots)))
+                for slot, value in zip(step.results, made[id(step.piece)], strict=True):
+                    slots[slot] = value
+            self.drop(step, slots)
+        hidden: torch.Tensor = slots[self.output_slot]
+        return hidden
+
     def __call__(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         slots = self.start(input_ids, positions)
         for step in self.steps:

@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from torch import fx
@@ -44,15 +43,23 @@ def compile_processes(device: torch.device) -> Iterator[None]:
     if device.type != "cuda":
         yield
         return
-    from torch._inductor.async_compile import AsyncCompile, shutdown_compile_workers
+    from torch._inductor import async_compile
 
-    AsyncCompile.warm_pool()
-    AsyncCompile.use_process_pool()  # submits a first job, which makes the processes start
+    async_compile.AsyncCompile.warm_pool()
+    async_compile.AsyncCompile.use_process_pool()  # submits a first job, which makes the processes start
     try:
         yield
     finally:
-        # Joining them takes a moment and nobody waits for it.
-        threading.Thread(target=shutdown_compile_workers, name="compile-processes", daemon=True).start()
+        pools = list(async_compile._pool_set)
+        async_compile.AsyncCompile._ready_future = None
+        async_compile.after_fork()  # forgets the pools
+        # Joining their processes takes a moment and nobody waits for it.
+        threading.Thread(target=_shut_down, args=(pools,), name="compile-processes", daemon=True).start()
+
+
+def _shut_down(pools: list[Any]) -> None:
+    for pool in pools:
+        pool.shutdown()
 
 
 @contextmanager
@@ -109,6 +116,8 @@ def _relocated_benchmarks() -> Iterator[None]:
     if not torch.cuda.is_initialized():
         yield
         return
+    from unittest.mock import patch
+
     from torch._inductor.runtime.cache_dir_utils import cache_dir
     from torch._inductor.runtime.triton_heuristics import CachingAutotuner
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 
 from server.child import Child, run_child
+from server.worker.cuda_context import open_cuda
 
 
 def main(child: Child) -> int:
@@ -14,6 +15,8 @@ def main(child: Child) -> int:
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     # The supervisor's end of the control pipe closing ends this process; the worker itself is stopped by the engine.
     child.watch_control(lambda message: None)
+    if child.config.device != "cpu":
+        open_cuda(child.timeline)
     with child.timeline.span("imports"):
         from server.worker.worker import Worker
     return Worker(child).serve()

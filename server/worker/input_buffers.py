@@ -25,7 +25,7 @@ class InputBuffers:
         self.query_start_loc = turns.add(max_num_seqs + 1, torch.int32)
         self.seq_lens = turns.add(max_num_seqs, torch.int32)
         self._feed = turns.add(2 * max_num_seqs, torch.int64)
-        self._samples = turns.add(3 * max_num_seqs, torch.int64)
+        self._samples = turns.add(3 * (max_num_seqs + 1), torch.int64)
 
     def make_block_table(self, max_blocks: int) -> None:
         """Size the block table, once the context length is known."""
@@ -86,9 +86,10 @@ class InputBuffers:
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Device copies, int64 (S,) each, of the sampling sequences' last token, position and row of the batch."""
         count = len(rows)
+        width = count + count % 2  # kernels are compiled for addresses that are multiples of 16 bytes
         for i, values in enumerate((last_tokens, positions, rows)):
-            self._samples.array[i * count : (i + 1) * count] = values
-        device_last, device_positions, device_rows = self._samples.upload(3 * count).view(3, count)
+            self._samples.array[i * width : i * width + count] = values
+        device_last, device_positions, device_rows = self._samples.upload(3 * width).view(3, width)[:, :count]
         return device_last, device_positions, device_rows
 
     def metadata(

@@ -261,20 +261,33 @@ class ModelRunner:
         hidden = self.dummy_run(self.max_num_tokens)
         logits = self.model.compute_logits(hidden[: self.max_num_seqs])
         logits.float().log_softmax(dim=-1)
-        count, vocab = logits.shape
+        sample(logits, *self._random_rows(len(logits), limited=True))
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    @torch.inference_mode()
+    def warm_up_sampling(self) -> None:
+        """Sample in every way that has kernels of its own: logits as they are and after penalties, from all of the
+        vocabulary and from a part."""
+        logits = torch.zeros((2, self.model.config.vocab_size), dtype=self.dtype, device=self.device)
+        for form in (logits, logits.float()):
+            for limited in (False, True):
+                sample(form.clone(), *self._random_rows(len(form), limited=limited)).tolist()
+
+    def _random_rows(self, count: int, *, limited: bool) -> tuple[SamplingMetadata, torch.Tensor]:
+        """Metadata of `count` rows that sample, and their positions."""
+        vocab = self.model.config.vocab_size
         zeros = torch.zeros(count, dtype=torch.int64, device=self.device)
         random = RandomRows(
             rows=None,
             temperature=torch.ones(count, device=self.device),
             seeds=zeros,
-            top_k=zeros + vocab // 2,
-            top_p=torch.full((count,), 0.9, device=self.device),
+            top_k=zeros + vocab // 2 if limited else None,
+            top_p=torch.full((count,), 0.9, device=self.device) if limited else None,
             min_p=None,
-            max_top_k=vocab // 2,
+            max_top_k=vocab // 2 if limited else vocab,
         )
-        sample(logits, SamplingMetadata(random=random), zeros)
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+        return SamplingMetadata(random=random), zeros
 
 
 def _no_samples(step_id: int) -> StepOutput:

@@ -72,7 +72,9 @@ class Worker:
         forward = compiler.compiled.bind() if compiler is not None else None
         self.runner = ModelRunner(config, model, self.device, self.dtype, budget, forward)
         graphs = self._graph_capture(backend, forward)
-        num_blocks = self._make_cache(resolved, backend, graphs)
+        # A graph compiled now has kernels whose configurations are benchmarked at the first run.
+        settled = compiler is None or compiler.compiled.cache_hit
+        num_blocks = self._make_cache(resolved, backend, graphs, settled)
         if graphs is not None:
             graphs.capture()
         with self.timeline.span("warm-up"):
@@ -109,9 +111,9 @@ class Worker:
     def _load(
         self, resolved: ResolvedModel, budget: int, backend: AttentionBackend
     ) -> tuple[CausalLM, ModelCompiler | None]:
-        """The model with its weights, and in compiled mode the compiler that has its compiled form. Weights are read
-        by a thread while the main one compiles or loads the graph and lets the attention backend compile its
-        kernels."""
+        """The model with its weights, and in compiled mode the compiler that has its compiled form. Threads read the
+        weights and compile our own kernels (mostly outside of the interpreter's lock) while the main one compiles or
+        loads the graph."""
         options = self.config.compilation
         with self.timeline.span("model"):
             model = build_model(
@@ -120,8 +122,9 @@ class Worker:
             if self.device.type == "cuda":
                 self._install_kernels(model)
         compiler = None
-        with ThreadPoolExecutor(1, thread_name_prefix="weights") as pool:
+        with ThreadPoolExecutor(2, thread_name_prefix="load") as pool:
             loading = pool.submit(self._load_weights, model, resolved)
+            warming = pool.submit(self._warm_up_kernels, model, backend)
             if options.mode == "compile":
                 from server.compilation.setup import make_compiler
 
@@ -135,9 +138,10 @@ class Worker:
                     timeline=self.timeline,
                 )
                 compiler.build()
-            with self.timeline.span("attention-warm-up"):
-                backend.warm_up(sorted({1, self.config.scheduler.max_num_seqs}))
-            loading.result()
+            with self.timeline.span("wait-for-kernels"):
+                warming.result()
+            with self.timeline.span("wait-for-weights"):
+                loading.result()
         self.child.flush_spans()
         return model, compiler
 
@@ -159,6 +163,16 @@ class Worker:
             if self.device.type == "cuda":
                 torch.cuda.synchronize(self.device)
 
+    def _warm_up_kernels(self, model: CausalLM, backend: AttentionBackend) -> None:
+        """Compile or load our own kernels in all forms that steps can ask for."""
+        with self.timeline.span("kernels/attention", thread="kernels"):
+            backend.warm_up(sorted({1, self.config.scheduler.max_num_seqs}))
+        if self.device.type == "cuda":
+            from server.kernels.install import warm_up_projections
+
+            with self.timeline.span("kernels/projections", thread="kernels"):
+                warm_up_projections(model)
+
     def _graph_capture(self, backend: AttentionBackend, forward: PlanExecutor | None) -> GraphCapture | None:
         """What captures CUDA Graphs; None where there are none."""
         if forward is None or self.device.type != "cuda" or self.config.compilation.cudagraph_mode == "none":
@@ -170,15 +184,18 @@ class Worker:
     def _weights_progress(self, done: int, total: int) -> None:
         self.child.progress("weights", done, total, "B")
 
-    def _make_cache(self, resolved: ResolvedModel, backend: AttentionBackend, graphs: GraphCapture | None) -> int:
-        """Size and allocate the KV cache; returns its number of blocks."""
+    def _make_cache(
+        self, resolved: ResolvedModel, backend: AttentionBackend, graphs: GraphCapture | None, settled: bool
+    ) -> int:
+        """Size and allocate the KV cache; returns its number of blocks. `settled`: the first run needs no memory
+        that later ones do not."""
         options = self.config.cache
         block_bytes = kv_cache.bytes_per_block(backend, resolved.config.num_layers)
         if self.device.type == "cuda":
             with self.timeline.span("profile") as attributes:
-                with self.timeline.span("profile/first-run"):
-                    # Compiled kernels benchmark their configurations now, in memory that no later step needs.
-                    self.runner.profile_run()
+                if not settled:
+                    with self.timeline.span("profile/first-run"):
+                        self.runner.profile_run()
                 with self.timeline.span("profile/activations"):
                     peak = self._activation_peak()
                 attributes["activation_bytes"] = peak
@@ -214,6 +231,7 @@ class Worker:
             # One sequence, but logits of as many as there are tokens: projections of one row have their own kernel.
             hidden = runner.dummy_run(num_tokens, num_seqs=1, attention=True)
             runner.model.compute_logits(hidden).argmax(dim=-1).tolist()
+        runner.warm_up_sampling()
         # Weights, caches and modules live as long as the process: do not trace them at every collection.
         gc.collect()
         gc.freeze()
