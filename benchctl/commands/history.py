@@ -78,7 +78,7 @@ def bisect(
     bad: Annotated[str, typer.Argument(metavar="BAD", help="Revision after it.")],
     store: Store = DEFAULT_STORE,
     metric: MetricName = "output_tokens_per_s",
-    suite: Annotated[str, typer.Option("--suite", "-s", help="Suite of the bisecting gate.")] = "quick",
+    suite: Annotated[str, typer.Option("--suite", "-s", help="Suite of the bisecting gate.")] = "gate",
 ) -> None:
     """Say where a metric got worse between two commits, and how to find the commit."""
     from benchctl.history.bisect import bisect_command, bisect_hints

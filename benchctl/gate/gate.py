@@ -28,7 +28,7 @@ from reports.results import explain_os_error
 from reports.verdict import GateVerdict, SideInfo
 from server.errors import UserError
 
-DEFAULT_SUITE = "quick"
+DEFAULT_SUITE = "gate"
 
 
 @dataclass(frozen=True, slots=True)

@@ -123,4 +123,6 @@ def _why_missing(comparison: Comparison) -> str | None:
     for side, values in (("baseline", comparison.baseline), ("candidate", comparison.candidate)):
         if all(value is None for value in values):
             return f"not measured in the {side}"
-    return "not measured in every run"
+    if None in comparison.baseline + comparison.candidate:
+        return "not measured in every run"
+    return "is zero in some run, so that there is no ratio"

@@ -94,7 +94,8 @@ class CheckoutSource:
     def prepare(self) -> None:
         """Compile the tree's modules, so that the first run starts no slower than the others."""
         folders = [str(self.path / name) for name in PACKAGES if (self.path / name).is_dir()]
-        subprocess.run([self.python, "-m", "compileall", "-q", *folders], stdout=subprocess.DEVNULL, check=False)
+        # A tree that may not be written to is compiled at every start, on either side.
+        subprocess.run([self.python, "-m", "compileall", "-qq", *folders], capture_output=True, check=False)
 
     def _environment(self) -> dict[str, str]:
         # The tree comes before every installed copy. PYTHONSAFEPATH keeps the current directory, which is often a

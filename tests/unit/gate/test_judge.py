@@ -182,6 +182,15 @@ def test_a_metric_that_only_one_side_has_is_inconclusive() -> None:
     assert any("TTFT p50: not measured in the candidate" in reason for reason in judgement.reasons)
 
 
+def test_a_metric_that_is_zero_is_inconclusive() -> None:
+    def no_tokens(result: CellResult) -> None:
+        load(result.metrics).throughput.output_tokens_per_s = 0.0
+
+    judgement = judge(factory.pairs(6, change=no_tokens), SETTINGS)
+    assert judgement.verdict == "inconclusive"
+    assert any("Output tok/s: is zero in some run" in reason for reason in judgement.reasons)
+
+
 def test_different_experiments_are_refused_with_the_field() -> None:
     def other(result: CellResult) -> None:
         assert result.workload is not None

@@ -27,7 +27,7 @@ def write(folder: Path, text: str) -> str:
     return str(path)
 
 
-@pytest.mark.parametrize("name", ["quick", "full", "startup", "h200"])
+@pytest.mark.parametrize("name", ["quick", "full", "startup", "gate", "h200"])
 def test_shipped_suites_can_be_built(name: str) -> None:
     # The tiny preset stands in for models that would have to be pulled: it changes nothing that a suite can get wrong.
     assignments = [] if name == "h200" else ['models=["tiny"]']
@@ -43,7 +43,7 @@ def test_shipped_suites_can_be_built(name: str) -> None:
 
 def test_shipped_suites_are_listed_with_a_line_each() -> None:
     suites = shipped_suites()
-    assert set(suites) == {"quick", "full", "startup", "h200"}
+    assert set(suites) == {"quick", "full", "startup", "gate", "h200"}
     assert all(suites.values())
 
 
@@ -211,7 +211,7 @@ def test_bad_suites_are_one_line(tmp_path: Path, text: str, message: str) -> Non
     ("name", "message"),
     [
         ("quik", "did you mean `quick`"),
-        ("nothing-like-it", "known: full, h200, quick, startup"),
+        ("nothing-like-it", "known: full, gate, h200, quick, startup"),
         ("no/such.toml", "no/such.toml: No such file"),
     ],
 )
