@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-import sys
 import time
 from typing import TYPE_CHECKING
 
+from benchctl.lossy import LossyStderr
 from server.child import LogMessage, ProgressMessage, ReadyMessage, SpanMessage, StatusMessage
 from server.startup import StartupTimeline
 from server.timeline import Span
@@ -25,6 +25,7 @@ class ConsoleObserver:
 
     def __init__(self) -> None:
         # Rich is imported at the first event: the children are already starting by then.
+        self._stderr = LossyStderr()
         self._console: Console | None = None
         self._progress: Progress | None = None
         self._tasks: dict[tuple[str, str], TaskID] = {}
@@ -34,7 +35,7 @@ class ConsoleObserver:
             from rich.console import Console
             from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-            self._console = Console(stderr=True, highlight=False)
+            self._console = Console(file=self._stderr, highlight=False)  # type: ignore[arg-type]
             self._progress = Progress(
                 SpinnerColumn(),
                 TextColumn("{task.fields[process]:<10}"),
@@ -80,7 +81,7 @@ class ConsoleObserver:
         self._print(f"Stopping on {reason}")
 
     def on_failure(self, text: str, tail: list[str]) -> None:
-        self.close()
+        self._stop_progress()
         # The tail was printed as it came; on a failure the reason must be the last thing on the screen.
         self._print(f"benchctl: {text}")
 
@@ -88,6 +89,10 @@ class ConsoleObserver:
         self._print(f"Restarting in {pause_s:g} s")
 
     def close(self) -> None:
+        self._stop_progress()
+        self._stderr.close()
+
+    def _stop_progress(self) -> None:
         if self._progress is not None:
             self._progress.stop()
 
@@ -98,6 +103,9 @@ class ConsoleObserver:
 
 class JsonObserver:
     """Every event as one JSON line on stderr."""
+
+    def __init__(self) -> None:
+        self._stderr = LossyStderr()
 
     def on_status(self, process: str, message: StatusMessage) -> None:
         if isinstance(message, SpanMessage):
@@ -113,7 +121,7 @@ class JsonObserver:
 
     def on_stderr(self, process: str, line: str) -> None:
         if line.startswith("{") and line.endswith("}"):
-            print(line, file=sys.stderr, flush=True)
+            self._write_line(line)
         else:  # a traceback, or a library that prints
             self._write("info", process, line)
 
@@ -131,13 +139,17 @@ class JsonObserver:
         self._write("info", "supervisor", f"restarting in {pause_s:g} s")
 
     def close(self) -> None:
-        """Nothing is held open."""
+        self._stderr.close()
 
     def _write(self, level: str, process: str, message: str, **fields: object) -> None:
         now = time.time()
         stamp = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(now)) + f".{int(now % 1 * 1000):03d}Z"
         entry = {"time": stamp, "level": level, "process": process, "message": message, **fields}
-        print(json.dumps(entry, ensure_ascii=False, default=str), file=sys.stderr, flush=True)
+        self._write_line(json.dumps(entry, ensure_ascii=False, default=str))
+
+    def _write_line(self, line: str) -> None:
+        self._stderr.write(line + "\n")
+        self._stderr.flush()
 
 
 def startup_tree(timeline: StartupTimeline) -> Tree:

@@ -25,7 +25,7 @@ from collections.abc import Callable
 import msgspec
 
 from server.config import ServerConfig
-from server.errors import UserError
+from server.errors import UserError, exhausted
 from server.logs import configure_logging
 from server.pulse import Pulse
 from server.timeline import Span, Timeline, process_start_ns
@@ -182,9 +182,11 @@ def run_child(process: str, main: Callable[[Child], int]) -> None:
         child.send(FailedMessage(str(error), user_error=True))
         code = error.exit_code
     except BaseException as error:  # the supervisor must hear of every way to die
-        traceback.print_exc()
-        child.send(FailedMessage(f"{type(error).__name__}: {error}"))
-        code = 1
+        lacking = exhausted(error)
+        if lacking is None:
+            traceback.print_exc()
+        child.send(FailedMessage(str(lacking or f"{type(error).__name__}: {error}"), user_error=lacking is not None))
+        code = 1 if lacking is None else lacking.exit_code
     sys.stderr.flush()
     # Threads and CUDA teardown can hang an ordinary exit; everything that must be flushed has been.
     os._exit(code)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+
 
 class UserError(Exception):
     """Bad input or an impossible request: one line that says what, where and how to mend it.
@@ -19,3 +21,21 @@ class UserError(Exception):
 
 def _printable(text: str) -> str:
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
+_CURES = {
+    errno.EMFILE: "raise the limit of open files (ulimit -n)",
+    errno.ENFILE: "the whole system has no file descriptors left",
+    errno.ENOSPC: "free some space or inodes, or set TMPDIR and BENCHCTL_CACHE_DIR to another disk",
+    errno.EDQUOT: "free some of your quota, or set TMPDIR and BENCHCTL_CACHE_DIR to another disk",
+    errno.ENOMEM: "free some memory",
+}
+
+
+def exhausted(error: BaseException) -> UserError | None:
+    """The line for an error of the system that says what this machine lacks (by `errno`); None for any other.
+
+    ZMQ's errors are no OSErrors, but carry an `errno` as well.
+    """
+    cure = _CURES.get(getattr(error, "errno", None) or 0)
+    return UserError(f"{error}: {cure}") if cure is not None else None

@@ -7,6 +7,8 @@ import shutil
 import tempfile
 from pathlib import Path
 
+from server.errors import UserError
+
 _PREFIX = "benchctl-"
 # sun_path of a UNIX socket holds 108 bytes with the final NUL; the longest name we put below the directory is
 # "/worker-0-in.sock".
@@ -21,15 +23,19 @@ def _base_dirs() -> list[Path]:
 def create_runtime_dir() -> Path:
     """Make `benchctl-<pid>-<random>`, mode 0700, in the first base directory whose paths fit into a socket address.
 
-    Leftovers of servers whose supervisor was killed are removed on the way. Raises OSError when no base directory
+    Leftovers of servers whose supervisor was killed are removed on the way. Raises UserError when no base directory
     can be used.
     """
+    reason = ""
     for base in _base_dirs():
         if len(os.fsencode(base)) + len(f"/{_PREFIX}{os.getpid()}-12345678") > _MAX_DIR_BYTES:
             continue
         remove_stale(base)
-        return Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getpid()}-", dir=base))
-    raise OSError("no writable directory for ipc sockets: set TMPDIR to a short, writable path")
+        try:
+            return Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getpid()}-", dir=base))
+        except OSError as error:
+            reason = f" ({base}: {error.strerror})"
+    raise UserError(f"no directory for ipc sockets{reason}: set TMPDIR to a short, writable path")
 
 
 def remove_stale(base: Path) -> None:

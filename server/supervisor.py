@@ -39,6 +39,7 @@ from server.child import (
     StatusMessage,
 )
 from server.config import ServerConfig
+from server.errors import exhausted
 from server.listen import bind_socket
 from server.pulse import Pulse, create_pulse_fd
 from server.runtime_dir import create_runtime_dir
@@ -156,8 +157,15 @@ class Supervisor:
         """Start everything, serve until a signal or a death, stop everything.
 
         Returns 0 after a drain, 130/143 when interrupted during the start or twice, 2 when a child reported something
-        that the user can mend, else 1. Raises UserError when the port cannot be bound.
+        that the user can mend, else 1. Raises UserError when the port cannot be bound, or the machine has no directory
+        or descriptors to start with.
         """
+        try:
+            return self._run(on_ready)
+        except OSError as error:
+            raise exhausted(error) or error from None
+
+    def _run(self, on_ready: Callable[[str], None] | None) -> int:
         listener = bind_socket(self.config.api.host, self.config.api.port)
         runtime_dir = create_runtime_dir()
         self.config.runtime_dir = str(runtime_dir)
@@ -235,8 +243,11 @@ class Supervisor:
     def _become_ready(self, runtime_dir: Path) -> None:
         timeline = join_timeline(self.timeline.spans, self.config.exec_time_ns, time.monotonic_ns())
         temporary = runtime_dir / "startup.json.tmp"
-        temporary.write_bytes(msgspec.json.encode(timeline))
-        temporary.rename(runtime_dir / "startup.json")
+        try:
+            temporary.write_bytes(msgspec.json.encode(timeline))
+            temporary.rename(runtime_dir / "startup.json")
+        except OSError as error:  # a full disk: the server can do without
+            self.observer.on_stderr("supervisor", f"/v1/startup has nothing to show: {temporary}: {error.strerror}")
         self.observer.on_ready(self.url, timeline)
 
     def _begin_drain(self) -> None:

@@ -234,6 +234,7 @@ def serve(
 
         check_directory(config.profile.directory)
     files = _ReadyFiles(ready_file, startup_json, startup_trace)
+    files.check()
     if restart == "no":
         raise typer.Exit(_run(config, files).exit_code)
     raise typer.Exit(_run_again_on_failure(config, files))
@@ -246,6 +247,12 @@ class _ReadyFiles:
     ready_file: Path | None
     startup_json: Path | None
     startup_trace: Path | None
+
+    def check(self) -> None:
+        """Raise UserError for what could not be written, before a start that takes long."""
+        for path in (self.ready_file, self.startup_json, self.startup_trace):
+            if path is not None and not os.access(path.parent, os.W_OK | os.X_OK):
+                raise UserError(f"cannot write {path}: {path.parent} is no writable directory")
 
     def write(self, url: str, timeline: StartupTimeline) -> None:
         import msgspec
