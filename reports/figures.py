@@ -195,7 +195,10 @@ class FigureMaker:
                 if start := median_start(cell, kind):
                     phases = stacked_phases(start) or {"(phases unknown)": start.to_first_token_s or 0.0}
                     name = self.view.variant_label(cell.config)
-                    rows.append((f"{name} · {kind}" if kind != "unknown" else name, start, phases))
+                    name = f"{name} · {kind}" if kind != "unknown" else name
+                    if kind == "warm" and (missed := cache_misses(start)):
+                        name += f" (not so warm: {missed} missed in the cache)"
+                    rows.append((name, start, phases))
         if not rows:
             return None
         rows.reverse()  # a bar chart counts upwards
@@ -330,6 +333,11 @@ def median_start(cell: CellResult, kind: str) -> StartupReport | None:
     starts = [start for start in cell.startup if start.kind == kind and start.to_first_token_s is not None]
     starts.sort(key=lambda start: start.to_first_token_s or 0.0)
     return starts[len(starts) // 2] if starts else None
+
+
+def cache_misses(start: StartupReport) -> int:
+    """Phases that found nothing in the compile cache, of a server that says so."""
+    return sum(phase.attributes.get("cache") == "miss" for phase in start.phases)
 
 
 def order_phases(rows: Sequence[dict[str, float]]) -> list[str]:

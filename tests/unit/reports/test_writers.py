@@ -255,6 +255,18 @@ def test_start_up_phases_are_drawn_in_time_order_and_slivers_together() -> None:
     assert "first token" not in names, "30 ms of 13 s are a sliver"
 
 
+def test_a_warm_start_that_compiled_again_is_told_from_a_warm_one() -> None:
+    result = samples.cell("compile", "TORCH_SDPA", 2.0)
+    warm = next(start for start in result.startup if start.kind == "warm")
+    texts = []
+    for state in ("hit", "miss"):
+        next(phase for phase in warm.phases if "piece" in phase.name).attributes = {"cache": state}
+        figure = FigureMaker(View(only(result))).startup("llama-3.1-8b")
+        assert figure is not None
+        texts.append(json.dumps(figure.views[""]["layout"]["annotations"]))
+    assert ["missed in the cache" in text for text in texts] == [False, True]
+
+
 def test_percentile_curves_end_where_the_sample_does() -> None:
     result = samples.cell("eager", "TORCH_SDPA", 2.0)
     assert result.metrics is not None
