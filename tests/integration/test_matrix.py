@@ -130,6 +130,9 @@ def test_a_whole_matrix_and_its_resumption(matrix: Matrix) -> None:
         assert 0 < (start.to_healthy_s or 0) < (start.to_first_token_s or 0)
         assert abs(start.unaccounted_s or 0) < 0.05 * (start.to_healthy_s or 0) + 0.05
         assert {"imports", "spawn"} <= {phase.name for phase in start.phases}
+        assert result.server is not None
+        assert (result.server.mode, result.server.attention_backend) == ("eager", "TORCH_SDPA")
+        assert (result.server.num_blocks, result.server.max_model_len) == (128, 256)
         assert result.server_metrics["benchctl:num_requests_running"]
         assert result.telemetry["server.rss_bytes"]
         assert result.raw_records is not None

@@ -31,11 +31,16 @@ class Handler(BaseHTTPRequestHandler):
         elif self.path == "/version":
             self._json({"version": "9.9"})
         elif self.path == "/v1/models":
-            self._json({"data": [{"id": "fake"}]})
+            self._json({"data": [{"id": "fake", "max_model_len": 4096}]})
         elif self.path == "/v1/startup":
             now = time.monotonic_ns()
-            span = {"process": "worker-0", "name": "weights", "start_ns": self.exec_ns, "end_ns": now}
-            self._json({"exec_ns": self.exec_ns, "healthy_ns": now, "unaccounted_ns": 5_000_000, "spans": [span]})
+            when = {"process": "worker-0", "start_ns": self.exec_ns, "end_ns": now}
+            spans = [
+                {**when, "name": "attention-backend", "attributes": {"backend": "TORCH_SDPA", "passed_over": []}},
+                {**when, "name": "kv-cache", "attributes": {"blocks": 7}},
+                {**when, "name": "weights"},
+            ]
+            self._json({"exec_ns": self.exec_ns, "healthy_ns": now, "unaccounted_ns": 5_000_000, "spans": spans})
         else:
             self.send_error(404)
 

@@ -65,7 +65,7 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 
 def test_launch_reports_the_start_and_stops_cleanly(fake: Callable[..., None], tmp_path: Path) -> None:
     fake()
-    with targets.launch(config(), log_dir=tmp_path) as server:
+    with targets.launch(config(mode="eager"), log_dir=tmp_path) as server:
         assert server.pid is not None
         assert server.exit_code() is None
         report = server.startup
@@ -74,10 +74,12 @@ def test_launch_reports_the_start_and_stops_cleanly(fake: Callable[..., None], t
         assert report.to_healthy_s is not None
         assert report.to_first_token_s is not None
         assert 0 < report.to_healthy_s < report.to_first_token_s
-        assert [phase.name for phase in report.phases] == ["weights", "first token"]
+        assert [phase.name for phase in report.phases] == ["attention-backend", "kv-cache", "weights", "first token"]
         assert report.unaccounted_s == pytest.approx(0.005, abs=0.0001)
         assert server.info is not None
         assert server.info.engine_version == "9.9"
+        assert (server.info.attention_backend, server.info.num_blocks) == ("TORCH_SDPA", 7)
+        assert (server.info.mode, server.info.max_model_len) == ("eager", 4096)
         pid = server.pid
     assert not alive(pid)
     assert server.exit_code() == -signal.SIGTERM
