@@ -217,7 +217,8 @@ class CompileCache:
         """All entries, newest first. Reads nothing but sizes and `factors.json`."""
         infos = []
         try:
-            directories = [p for p in self.root.iterdir() if not p.name.startswith(".") and p.is_dir()]
+            paths = [p for p in self.root.iterdir() if not p.name.startswith(".")]
+            directories = [p for p in paths if p.is_dir() and not p.is_symlink()]
         except FileNotFoundError:
             return []
         for directory in directories:

@@ -16,7 +16,7 @@ from typing import Literal
 
 from server.errors import UserError
 from server.models.config import ModelConfig, load_config
-from server.models.registry import PRESETS, PULLABLE, hub_folder, models_dir
+from server.models.registry import PRESETS, PULLABLE, hub_folder, is_hub_id, models_dir
 
 Progress = Callable[[str, int, int], None]
 """Called with a phase, units done and units in all (0: unknown)."""
@@ -49,7 +49,7 @@ def pull(name: str, progress: Progress | None = None) -> Path:
         raise UserError(f"{name!r} is a preset with dummy weights: there is nothing to pull")
     if name in PULLABLE:
         return _pull_smollm2(models_dir() / name, report)
-    if "/" not in name or Path(name).expanduser().exists():
+    if not is_hub_id(name) or Path(name).exists():
         raise UserError(f"cannot pull {name!r}: it is neither a hub id (org/name) nor one of {', '.join(PULLABLE)}")
     report("download", 0, 0)
     folder = hub_folder(name, refresh=True)

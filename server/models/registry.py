@@ -184,6 +184,18 @@ def _find_folder(name: str) -> Path:
     """Folder of a checkpoint that is not a preset."""
     if not name or "\0" in name:
         raise UserError("model: the name is empty or holds a NUL byte")
+    try:
+        return _find_named_folder(name)
+    except OSError as error:  # too long for a path, a loop of links, not ours to look into
+        raise UserError(f"model {name[:100]!r}: {error.strerror}") from None
+
+
+def is_hub_id(name: str) -> bool:
+    """Whether `name` has the form `org/name` (which leads into no other folder of a cache)."""
+    return _HUB_ID.fullmatch(name) is not None
+
+
+def _find_named_folder(name: str) -> Path:
     if re.fullmatch(r"[\w.-]+", name) and name not in (".", ".."):
         pulled = models_dir() / name
         if (pulled / "config.json").is_file():
@@ -191,7 +203,7 @@ def _find_folder(name: str) -> Path:
     folder = Path(name).expanduser()
     if folder.is_dir():
         return folder
-    if folder.is_absolute() or name.startswith((".", "~")) or not _HUB_ID.fullmatch(name):
+    if folder.is_absolute() or name.startswith((".", "~")) or not is_hub_id(name):
         if name in PULLABLE:
             raise UserError(f"model {name!r} is not here yet: run `benchctl models pull {name}`")
         raise UserError(
