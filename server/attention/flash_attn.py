@@ -9,6 +9,7 @@ Only Hopper (H200) has been measured. The other paths follow the packages' docum
 from __future__ import annotations
 
 import importlib.util
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
@@ -45,7 +46,7 @@ class FlashAttentionBackend(AttentionBackend):
         if _needs_flash_attn_2(spec.device):
             self._flash2 = flash_attn_2.Flash2Forward()
         else:
-            self._cute = flash_attn_cute.CuteForward(spec.device)
+            self._cute = flash_attn_cute.CuteForward(spec)
         self._split = _split_backend(spec)
         # One query row per sequence, padded ones included: flash-attn then writes zeros for a sequence of length 0.
         self._decode_start_loc = torch.arange(spec.max_num_seqs + 1, dtype=torch.int32, device=spec.device)
@@ -147,12 +148,14 @@ class FlashAttentionBackend(AttentionBackend):
         """Compile or load what any batch can select, and the split-KV kernel if it is used."""
         from server.attention.warm_up import warm_up_batches
 
-        # Twice: the first call through flash-attn-4 finds the function that the second and all later ones call.
-        for batch in warm_up_batches(self.spec, [1], [2], 2) if self._cute is not None else ():
-            self.forward(batch.query, batch.kv_cache, batch.metadata, 1.0, batch.output)
-            self.write_kv(batch.key, batch.value, batch.kv_cache, batch.metadata.slot_mapping)
-        if self._split is not None:
-            self._split.warm_up(metadata_sizes)
+        with ThreadPoolExecutor(1, thread_name_prefix="split-decode") as pool:
+            split = pool.submit(self._split.warm_up, metadata_sizes) if self._split is not None else None
+            # Twice: the first call through flash-attn-4 finds the function that the second and all later ones call.
+            for batch in warm_up_batches(self.spec, [1], [2], 2) if self._cute is not None else ():
+                self.forward(batch.query, batch.kv_cache, batch.metadata, 1.0, batch.output)
+                self.write_kv(batch.key, batch.value, batch.kv_cache, batch.metadata.slot_mapping)
+            if split is not None:
+                split.result()
         torch.cuda.synchronize(self.spec.device)
         self._views.clear()
 

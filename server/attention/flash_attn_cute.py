@@ -21,6 +21,8 @@ from typing import Any
 
 import torch
 
+from server.attention import flash_attn_direct
+from server.attention.base import AttentionSpec
 from server.paths import benchctl_cache_dir
 
 logger = logging.getLogger(__name__)
@@ -29,6 +31,7 @@ logger = logging.getLogger(__name__)
 _NUM_ARGUMENTS = 18
 _TENSOR_POSITIONS = {"q": 0, "k": 1, "v": 2, "out": 3, "scale": 5, "cu_seqlens_q": 6, "seqused_k": 9, "page_table": 10}
 _AUX_POSITION = 15
+_NO_AUX_DATA = (None, None)
 
 _CACHE_DIR = "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR"
 
@@ -67,11 +70,13 @@ def _is_private(directory: Path) -> bool:
 class CuteForward:
     """Causal paged attention through flash-attn-4 for one dtype, head layout and page size."""
 
-    def __init__(self, device: torch.device) -> None:
-        self._interface = load_interface()
+    def __init__(self, spec: AttentionSpec) -> None:
+        self._is_hopper = torch.cuda.get_device_capability(spec.device)[0] == 9
+        self._library = flash_attn_direct.library_path(spec) if self._is_hopper else None
+        self._kept = flash_attn_direct.load(self._library)
+        """What an earlier start found, until its first call."""
         self._direct: Any = None
-        self._aux: Any = None
-        self._is_hopper = torch.cuda.get_device_capability(device)[0] == 9
+        self._aux: Any = _NO_AUX_DATA
 
     def __call__(
         self,
@@ -93,6 +98,18 @@ class CuteForward:
                 None, None, None, None, self._aux, None, None,
             )  # fmt: skip
             return
+        kept, self._kept = self._kept, None
+        if kept is not None:
+            self._direct = kept
+            try:
+                self(
+                    query, key_cache, value_cache, query_start_loc, seq_lens, block_table, max_query_len, scale, output
+                )
+                return
+            except Exception as error:  # the function takes other arguments: the package was changed in place
+                logger.warning("flash-attn-4's kept function is not used: %s", error)
+                self._direct = None
+        interface = load_interface()
         keywords = {
             "cu_seqlens_q": query_start_loc,
             "seqused_k": seq_lens,
@@ -101,17 +118,18 @@ class CuteForward:
             "causal": True,
             "out": output,
         }
-        if self._is_hopper and query_start_loc.shape[0] - 1 <= self._interface.BIN_BATCH_SEARCH_THRESH:
-            self._bind(query, key_cache, value_cache, keywords)
+        if self._is_hopper and query_start_loc.shape[0] - 1 <= interface.BIN_BATCH_SEARCH_THRESH:
+            self._bind(interface._flash_attn_fwd, query, key_cache, value_cache, keywords)
             return
-        self._interface._flash_attn_fwd(query, key_cache, value_cache, max_seqlen_q=max_query_len, **keywords)
+        interface._flash_attn_fwd(query, key_cache, value_cache, max_seqlen_q=max_query_len, **keywords)
 
-    def _bind(self, query: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor, keywords: Any) -> None:
+    def _bind(
+        self, forward: Any, query: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor, keywords: Any
+    ) -> None:
         """Run once through the entry point and keep the compiled function that it calls.
 
         Without `max_seqlen_q` the entry point selects the same function for any query length.
         """
-        forward = self._interface._flash_attn_fwd
         recorder = _Recorder(forward.compile_cache)
         forward.compile_cache = recorder
         try:
@@ -128,6 +146,8 @@ class CuteForward:
             )
         self._aux = arguments[_AUX_POSITION]
         self._direct = recorder.function
+        if tuple(self._aux) == _NO_AUX_DATA:
+            flash_attn_direct.store(self._library, recorder.cache, recorder.key)
 
 
 class _Recorder:
@@ -135,6 +155,7 @@ class _Recorder:
 
     def __init__(self, cache: Any) -> None:
         self.cache = cache
+        self.key: Any = None
         self.function: Any = None
         self.arguments: tuple[Any, ...] = ()
 
@@ -145,7 +166,7 @@ class _Recorder:
         self.cache[key] = function
 
     def __getitem__(self, key: Any) -> Any:
-        self.function = self.cache[key]
+        self.key, self.function = key, self.cache[key]
 
         def call(*arguments: Any) -> Any:
             self.arguments = arguments
