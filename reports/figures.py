@@ -27,6 +27,9 @@ SHORTER = "shorter phases"
 _SLIVER = 0.01
 """Share of the longest start below which a phase has no colour of its own."""
 
+_FEWEST_SECONDS = 5
+"""A run below this has no course over time: its first and last seconds are partial."""
+
 _LATENCIES: dict[str, str] = {"ttft_s": "TTFT", "itl_s": "ITL", "tpot_s": "TPOT", "e2el_s": "E2EL"}
 _PERCENTILE_TICKS = (50, 75, 90, 95, 99, 99.9)
 
@@ -412,7 +415,7 @@ def _series(cell: CellResult) -> tuple[list[float], list[float | None]] | None:
     if cell.metrics is None:
         return None
     times, values = cell.metrics.timeseries.get("t"), cell.metrics.timeseries.get("output_tokens_per_s")
-    if not times or not values:
+    if not times or not values or len(times) < _FEWEST_SECONDS:
         return None
     return [time for time in times if time is not None], values
 

@@ -71,7 +71,7 @@ def render_html(results: ResultSet) -> str:
         title=results.title,
         index=results.index,
         missing=results.missing,
-        provenance=_provenance_rows(results),
+        provenance=[*_provenance_rows(results), *_server_rows(view)],
         summary=summary_line(results),
         counts=view.status_counts(),
         tiles=tiles(view),
@@ -278,6 +278,24 @@ def _provenance_rows(results: ResultSet) -> list[tuple[str, str]]:
     commits = {cell.provenance.git_commit for cell in results.results}
     if len(commits) > 1:
         rows.append(("Mixed", f"results come from {len(commits)} different commits (--resume kept earlier ones)"))
+    return [(name, text) for name, text in rows if text]
+
+
+def _server_rows(view: View) -> list[tuple[str, str]]:
+    """What each server said of itself."""
+    rows = []
+    for cell in view.servers:
+        info = cell.server
+        if info is None:
+            continue
+        blocks = f"{info.num_blocks:,} KV blocks" if info.num_blocks is not None else None
+        if blocks and info.block_size is not None:
+            blocks += f" of {info.block_size} tokens"
+        context = f"context {info.max_model_len:,}" if info.max_model_len is not None else None
+        version = f"version {info.engine_version}" if info.engine_version else None
+        parts = [info.attention_backend, info.dtype, info.device, blocks, context, version]
+        name = f"{cell.config.model} · {view.variant_label(cell.config)}"
+        rows.append((name, ", ".join(part for part in parts if part)))
     return [(name, text) for name, text in rows if text]
 
 

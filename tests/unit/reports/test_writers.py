@@ -124,6 +124,14 @@ def test_unknown_is_a_dash_beside_what_is_known_in_html() -> None:
     assert "–" not in re.findall(r'<td class="number">(.*?)</td>', second)
 
 
+def test_html_says_what_the_servers_said_of_themselves() -> None:
+    result = samples.cell("eager", "auto", 2.0)
+    assert result.server is not None
+    result.server.attention_backend, result.server.num_blocks = "TORCH_SDPA", 1456
+    text = FORMATS["html"](only(result))
+    assert "TORCH_SDPA, bfloat16, 1,456 KV blocks of 64 tokens, version 0.1.0" in text
+
+
 def test_a_metric_that_no_cell_has_is_not_a_column() -> None:
     text = FORMATS["html"](only(unknown_metrics()))
     table = text[text.index('id="cells"') : text.index('id="telemetry"')]
@@ -265,6 +273,14 @@ def test_a_warm_start_that_compiled_again_is_told_from_a_warm_one() -> None:
         assert figure is not None
         texts.append(json.dumps(figure.views[""]["layout"]["annotations"]))
     assert ["missed in the cache" in text for text in texts] == [False, True]
+
+
+def test_a_run_of_moments_has_no_course_over_time() -> None:
+    result = samples.cell("eager", "TORCH_SDPA", 2.0)
+    assert result.metrics is not None
+    result.metrics.timeseries = {"t": [0.0, 1.0], "output_tokens_per_s": [55.0, 9.0]}
+    view = View(only(result))
+    assert FigureMaker(view).over_time(view.panels[0]) is None
 
 
 def test_percentile_curves_end_where_the_sample_does() -> None:
