@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 import msgspec
 
 from benchctl.loadgen.connection import Connection
-from benchctl.loadgen.transport import SocketTransport, open_socket
+from benchctl.loadgen.transport import SocketPoller, SocketTransport, open_socket
 from server.errors import UserError
 from workloads.base import Message, WorkloadRequest
 
@@ -133,12 +133,13 @@ class Connector:
     def __init__(
         self,
         endpoint: Endpoint,
-        loop: asyncio.AbstractEventLoop,
+        poller: SocketPoller,
         factory: Callable[[], Connection],
         timeout_s: float,
     ) -> None:
         self._endpoint = endpoint
-        self._loop = loop
+        self._poller = poller
+        self._loop = poller.loop
         self._factory = factory
         self._timeout_s = timeout_s
         self._ssl = ssl.create_default_context() if endpoint.tls else None
@@ -167,7 +168,7 @@ class Connector:
         sock = await open_socket(self._loop, family, address)
         connection = self._factory()
         if self._ssl is None:
-            connection.connection_made(SocketTransport(self._loop, sock, connection))
+            connection.connection_made(SocketTransport(self._poller, sock, connection))
             return connection
         try:
             await self._loop.create_connection(

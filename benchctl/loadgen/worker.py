@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import heapq
+import os
 import random
 import time
 from collections import deque
@@ -19,6 +20,7 @@ from benchctl.loadgen.options import LoadOptions
 from benchctl.loadgen.records import CAUSE_LABELS, Cause, Record, RecordFile, TokenSource
 from benchctl.loadgen.stream import AnswerStream
 from benchctl.loadgen.timer import DeadlineTimer
+from benchctl.loadgen.transport import SocketPoller
 from workloads.base import Message, WorkloadRequest
 
 if TYPE_CHECKING:
@@ -79,8 +81,9 @@ class LoadWorker:
             continuous_usage=options.continuous_usage,
         )
         self._loop = asyncio.get_running_loop()
+        self._poller = SocketPoller(self._loop)
         self._connector = Connector(
-            endpoint, self._loop, lambda: Connection(self, self._loop), options.connect_timeout_s
+            endpoint, self._poller, lambda: Connection(self, self._loop), options.connect_timeout_s
         )
         self._timer = DeadlineTimer(self._loop, self._tick)
         self._ended: asyncio.Future[None] = self._loop.create_future()
@@ -134,6 +137,7 @@ class LoadWorker:
                 task.cancel()
             for connection in [*self._idle, *self._flying.values()]:
                 connection.abort()
+            self._poller.close()
             while self._to_record:
                 self._write_record(*self._to_record.popleft())
             self._send_report()
@@ -329,13 +333,18 @@ class LoadWorker:
         if self._waiting and not self._stopping:
             flight = self._waiting.popleft()
             flight.attempts += 1
-            flight.detail = str(error) or f"no connection within {self._options.connect_timeout_s:g} s"
+            flight.detail = self._explain(error)
             self.flight_ended(flight, Cause.CONNECT, now_ns)
         if self._refused >= _GIVE_UP_CONNECTS and now_ns - self._last_contact_ns > _GIVE_UP_NS and not self._stopping:
-            self.aborted = f"{self._options.url} takes no connections any more: {error or type(error).__name__}"
+            self.aborted = f"{self._options.url} takes no connections any more: {self._explain(error)}"
             self.cancel()
         elif self._waiting and self._connecting < len(self._waiting):
             self._open_connection()
+
+    def _explain(self, error: OSError) -> str:
+        if isinstance(error, TimeoutError) and error.errno is None:
+            return f"no connection within {self._options.connect_timeout_s:g} s"
+        return os.strerror(error.errno) if error.errno is not None and error.errno > 1 else str(error)
 
     # --- what comes back (connection.Owner) ---
 

@@ -5,13 +5,21 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import multiprocessing
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import uvloop
+
+from benchctl.loadgen import process
+from benchctl.loadgen.assign import split
 from benchctl.loadgen.options import LoadOptions, LoadOutcome
+from benchctl.loadgen.records import Records, create_records
 from benchctl.loadgen.run import run_load
+from benchctl.metrics import compute_metrics
 from benchctl.mock.script import MockOptions
 from benchctl.mock.server import MockServer
 from workloads import build_workload
@@ -63,6 +71,32 @@ def load(
         schedule,
         output=output,
         cancel=cancel,
+    )
+
+
+def load_here(
+    url: str, workload: Workload, arrival: dict[str, Any], output: Path, *, seed: int = 0, **options: Any
+) -> LoadOutcome:
+    """As `load` with one worker, but that one in this process: no time for starting it, and open to monkeypatching."""
+    schedule = build_schedule(arrival, len(workload.requests), seed)
+    wanted = LoadOptions(**{"url": url, "model": "mock", "workers": 1, **options})
+    (share,) = split(workload.requests, schedule, 1)
+    start_ns = time.monotonic_ns() + 20_000_000
+    create_records(output, {"start_ns": start_ns})
+    ours, theirs = multiprocessing.Pipe()
+    ours.send(process.Start(start_ns))
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        finished = runner.run(process._serve(share, wanted, output, theirs))
+    ours.close()
+    theirs.close()
+    metrics = compute_metrics(Records(output), start_ns=start_ns, offered_rate=schedule.offered_rate)
+    return LoadOutcome(
+        records=output,
+        metrics=metrics,
+        interrupted=False,
+        aborted=finished.aborted,
+        error_details=finished.error_details,
     )
 
 
