@@ -7,14 +7,14 @@ STAMP := $(VENV)/.installed
 TORCH_CPU := torch==2.13.0
 DEMO_DIR ?= demo-results
 
-.PHONY: demo test check lint types unit clean
+.PHONY: demo test check lint types security unit nightly clean
 
 demo: $(STAMP)
 	$(BIN)/benchctl matrix --suite quick --output $(DEMO_DIR)
 
 test: check unit
 
-check: lint types
+check: lint types security
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
@@ -23,8 +23,20 @@ lint: $(STAMP)
 types: $(STAMP)
 	$(BIN)/mypy
 
+# Bandit's rules, as ruff has them, and whether the installed packages fit together; neither needs a network.
+# Not asked: assert (narrows types), processes by argument list (no shell anywhere), seeded random numbers (traffic),
+# and names that look like addresses, passwords or temporary files.
+security: $(STAMP)
+	$(BIN)/ruff check --select S --ignore S101,S603,S607,S311,S104,S105,S108 benchctl reports scripts server workloads
+	$(BIN)/python -m pip check
+
 unit: $(STAMP)
 	$(BIN)/python -m pytest
+
+# What `make unit` leaves out: long tests, and the fuzzers with many random inputs instead of a few fixed ones.
+nightly: $(STAMP)
+	$(BIN)/python -m pytest -m nightly
+	BENCHCTL_FUZZ_EXAMPLES=2000 $(BIN)/python -m pytest --timeout 1800 tests/fuzz
 
 $(STAMP): pyproject.toml
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "benchctl needs Python 3.11 or newer")'

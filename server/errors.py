@@ -33,9 +33,15 @@ _CURES = {
 
 
 def exhausted(error: BaseException) -> UserError | None:
-    """The line for an error of the system that says what this machine lacks (by `errno`); None for any other.
+    """The line for an error that says what this machine lacks (by `errno`, or memory); None for any other.
 
-    ZMQ's errors are no OSErrors, but carry an `errno` as well.
+    ZMQ's errors are no OSErrors, but carry an `errno` as well; torch's are known by name, without importing it.
     """
+    text = str(error)
+    if type(error).__name__ == "OutOfMemoryError":
+        first = text.split(". ")[0]
+        return UserError(f"{first}: lower --gpu-memory-utilization, --max-num-seqs or --max-num-batched-tokens")
+    if isinstance(error, MemoryError) or "can't allocate memory" in text:
+        return UserError(f"out of memory ({text or 'MemoryError'}): lower --cpu-kv-cache-gib or --max-num-seqs")
     cure = _CURES.get(getattr(error, "errno", None) or 0)
     return UserError(f"{error}: {cure}") if cure is not None else None

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import httpx
 import pytest
+import torch
 
 from server.errors import exhausted
 from tests.faults.harness import TINY, can_bind, free_port, serve
@@ -249,6 +250,12 @@ def test_a_clock_that_is_stepped(tmp_path: Path) -> None:
         assert server.process.poll() is None
 
 
+def test_no_memory_for_the_cache() -> None:
+    line = refusal(run((*SERVE, "--cpu-kv-cache-gib", "4000000")))
+    assert "memory" in line
+    assert "--cpu-kv-cache-gib" in line
+
+
 def test_a_port_that_is_taken(tmp_path: Path) -> None:
     port = free_port()
     with socket.create_server(("127.0.0.1", port)):
@@ -260,5 +267,8 @@ def test_a_port_that_is_taken(tmp_path: Path) -> None:
 def test_what_a_machine_can_lack_is_told_with_its_cure() -> None:
     assert "ulimit -n" in str(exhausted(OSError(24, "Too many open files")))
     assert "free some space" in str(exhausted(OSError(28, "No space left on device", "/tmp/x")))
+    assert "--cpu-kv-cache-gib" in str(exhausted(MemoryError()))
+    out_of_memory = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB.\\nGPU 0 has ... See docs.")
+    assert str(exhausted(out_of_memory)).startswith("CUDA out of memory: lower --gpu-memory-utilization")
     assert exhausted(OSError(2, "No such file or directory")) is None
     assert exhausted(ValueError("x")) is None
