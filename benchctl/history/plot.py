@@ -40,10 +40,20 @@ def render_html(series: Sequence[Series], title: str) -> str:
         figure = go.Figure()
         _add_points(figure, entry)
         heading = f"{html.escape(entry.cell_id)}<br><sup>{html.escape(entry.machine)}</sup>"
+        seconds = entry.metric.unit == "s"
         figure.update_layout(
-            title={"text": heading}, yaxis_title=f"{entry.metric.label} ({entry.metric.unit})", height=420,
-            template="plotly_white", hovermode="closest", xaxis={"type": "category", "tickangle": -45},
-        )  # fmt: skip
+            title={"text": heading},
+            # SI prefixes: 11.5ms, 1.2k.
+            yaxis={
+                "title": entry.metric.label if seconds else f"{entry.metric.label} ({entry.metric.unit})",
+                "tickformat": "~s",
+                "ticksuffix": "s" if seconds else "",
+            },
+            height=420,
+            template="plotly_white",
+            hovermode="closest",
+            xaxis={"type": "category", "tickangle": -45},
+        )
         charts.append(figure.to_html(full_html=False, include_plotlyjs=False))
     head = f'<meta charset="utf-8"><title>{html.escape(title)}</title><script>{get_plotlyjs()}</script>'
     body = f"<h1>{html.escape(title)}</h1>{''.join(charts)}"
@@ -89,7 +99,7 @@ def _add_points(figure: object, entry: Series) -> None:
             y=[point.value for point in entry.points],
             mode="lines+markers",
             text=hover,
-            hovertemplate="%{text}<br>%{y}<extra></extra>",
+            hovertemplate="%{text}<br>%{y:.4s}<extra></extra>",
             line={"color": "#2f6fb2"},
             name="median of a commit",
         )
@@ -98,5 +108,11 @@ def _add_points(figure: object, entry: Series) -> None:
         color = "#c0392b" if entry.worse(change) else "#1e8449"
         figure.add_vline(x=change.index - 0.5, line={"color": color, "dash": "dash"})
         figure.add_annotation(
-            x=change.index - 0.5, y=1, yref="paper", text=percent(change.change), showarrow=False, font={"color": color}
+            x=change.index - 0.5,
+            y=1,
+            yref="paper",
+            yanchor="bottom",
+            text=percent(change.change),
+            showarrow=False,
+            font={"color": color},
         )
