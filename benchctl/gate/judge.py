@@ -13,7 +13,13 @@ from benchctl.gate.samples import Comparison, gated_comparisons
 from benchctl.gate.sequential import PASS_MULTIPLE, Decision, Look, decide, plan_looks
 from benchctl.gate.settings import GateSettings, relative_change
 from benchctl.gate.statistics import EXACT_BELOW, center, lower_bound, reachable_p, upper_bound
-from benchctl.gate.validity import broken_candidate_cells, different_machines, invalid_reasons, not_interleaved
+from benchctl.gate.validity import (
+    broken_candidate_cells,
+    busy_elsewhere,
+    different_machines,
+    invalid_reasons,
+    not_interleaved,
+)
 from reports.verdict import EXIT_CODES, GateVerdict, MetricVerdict, Outcome, SideInfo, Verdict
 
 # What an interval is shown at when its look spends nothing on regressions, so that it has no level of its own.
@@ -84,7 +90,7 @@ def conclude(
 ) -> GateVerdict:
     """The final document; what is still undecided is inconclusive."""
     verdict: Verdict = judgement.verdict or "inconclusive"
-    warnings = [text for text in (different_machines(pairs), not_interleaved(pairs)) if text]
+    warnings = [text for text in (different_machines(pairs), not_interleaved(pairs), busy_elsewhere(pairs)) if text]
     provenance = next((cell.provenance for pair in pairs for cell in pair[1].cells.values()), None)
     return GateVerdict(
         verdict=verdict,

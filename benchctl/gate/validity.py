@@ -19,6 +19,8 @@ BUSY_PERCENT = 50.0
 # Without forced lengths two builds may stop a few answers a little earlier or later.
 FREE_LENGTH_TOLERANCE = 0.01
 MAX_REASONS = 20
+BUSY_CORES = 0.5
+"""Difference between runs in the cores that others used from which a person is told."""
 
 
 def invalid_reasons(pairs: Sequence[tuple[Run, Run]], ignore: Collection[str] = ()) -> list[str]:
@@ -83,6 +85,30 @@ def different_machines(pairs: Sequence[tuple[Run, Run]]) -> str | None:
     """A warning when the runs were not all made on one machine."""
     names = {cell.provenance.hostname_hash for pair in pairs for run in pair for cell in run.cells.values()}
     return "runs were made on different machines" if len(names - {None}) > 1 else None
+
+
+def busy_elsewhere(pairs: Sequence[tuple[Run, Run]]) -> str | None:
+    """A warning when the host's other work (the client's included) differed between runs by `BUSY_CORES` or more."""
+    cores = [
+        other
+        for pair in pairs
+        for run in pair
+        for cell in run.cells.values()
+        if (other := _other_cores(cell)) is not None
+    ]
+    if not cores or max(cores) - min(cores) < BUSY_CORES:
+        return None
+    return (
+        f"the machine did other work: beside the server {min(cores):.1f} to {max(cores):.1f} cores were busy, "
+        "depending on the run; a quieter machine needs fewer pairs"
+    )
+
+
+def _other_cores(result: CellResult) -> float | None:
+    """Median over a run of the cores that were busy with something else than the server."""
+    host, server = (result.telemetry.get(name, []) for name in ("host.cpu_cores_busy", "server.cpu_cores"))
+    known = [a - b for a, b in zip(host, server, strict=False) if a is not None and b is not None]
+    return float(np.median(known)) if known else None
 
 
 def _labelled(pairs: Sequence[tuple[Run, Run]], cell_id: str) -> list[tuple[str, CellResult | None]]:

@@ -215,6 +215,27 @@ def test_warnings() -> None:
     assert "before the other's" in document.warnings[1]
 
 
+def test_other_work_on_the_machine_is_told() -> None:
+    def busy(cores: float) -> factory.Change:
+        def change(result: CellResult) -> None:
+            result.telemetry = {
+                "t": [0.0, 1.0, 2.0],
+                "host.cpu_cores_busy": [None, 1.5 + cores, 1.4 + cores],
+                "server.cpu_cores": [None, 1.4, 1.3],
+            }
+
+        return change
+
+    def warnings(cores: float) -> list[str]:
+        pairs = [(factory.run(started=2 * i, change=busy(0.1)), factory.run(started=2 * i + 1)) for i in range(4)]
+        pairs[2] = pairs[2][0], factory.run(started=5, change=busy(cores))
+        sides = {"baseline": SideInfo(label="a"), "candidate": SideInfo(label="b")}
+        return conclude(judge(pairs, SETTINGS), SETTINGS, **sides, pairs=pairs, max_pairs=4).warnings
+
+    assert warnings(0.4) == []
+    assert warnings(1.2)[0].startswith("the machine did other work: beside the server 0.2 to 1.3 cores were busy")
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
