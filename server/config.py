@@ -55,6 +55,8 @@ class SchedulerOptions(msgspec.Struct, kw_only=True):
     """Schedule step N+1 while the worker runs step N."""
     long_prefill_token_threshold: int = 0
     """Most prompt tokens one request may get in one step while others run; 0: only the budget bounds it."""
+    max_mixed_prefill_tokens: int | None = None
+    """Most prompt tokens of a step in which a request generates; None: 2048 on CUDA, only the budget on CPU."""
     max_queue: int = 4096
     """Requests waiting in the engine before the API answers 429; 0: no bound."""
 

@@ -86,6 +86,10 @@ def serve(
             min=0, help="Most prompt tokens of one request per step; 0: no bound.", rich_help_panel=_SCHEDULER
         ),
     ] = 0,
+    max_mixed_prefill_tokens: Annotated[
+        int | None,
+        typer.Option(min=1, help="Most prompt tokens of a step in which others generate.", rich_help_panel=_SCHEDULER),
+    ] = None,
     max_queue: Annotated[
         int, typer.Option(min=0, help="Waiting requests before 429; 0: no bound.", rich_help_panel=_SCHEDULER)
     ] = 4096,
@@ -197,6 +201,7 @@ def serve(
             policy=scheduling_policy,
             async_scheduling=async_scheduling,
             long_prefill_token_threshold=long_prefill_token_threshold,
+            max_mixed_prefill_tokens=max_mixed_prefill_tokens,
             max_queue=max_queue,
         ),
         compilation=c.CompilationOptions(

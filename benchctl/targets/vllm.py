@@ -11,7 +11,15 @@ from benchctl.targets.installed import InstalledTarget
 from reports.schema import CellConfig
 
 # Ours carry vLLM's names already; these are settings of our server alone, without an equal there.
-_OWN_ONLY = ("cpu_kv_cache_gib", "shutdown_timeout", "max_queue", "device", "flash_decode", "async_scheduling")
+_OWN_ONLY = (
+    "cpu_kv_cache_gib",
+    "shutdown_timeout",
+    "max_queue",
+    "max_mixed_prefill_tokens",
+    "device",
+    "flash_decode",
+    "async_scheduling",
+)
 
 
 class VllmTarget(InstalledTarget):

@@ -25,6 +25,10 @@ from server.profiling import SpanProfile
 
 logger = logging.getLogger(__name__)
 
+MIXED_PREFILL_TOKENS = 2048
+"""Default of `--max-mixed-prefill-tokens` on CUDA. One H200 runs 2048 tokens of the 8B shape as efficiently as 8192
+(42.5 and 172 ms of matrix products), so that a shorter step costs those who wait next to nothing and spares those who
+generate three quarters of the pause."""
 STEP_LIMIT_S = 300.0
 """vLLM's default for VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS."""
 # Longest turn of the loop: the supervisor takes one that does not turn for dead.
@@ -67,6 +71,7 @@ class EngineCore:
             max_model_len=ready.max_model_len,
             policy=options.policy,
             long_prefill_token_threshold=options.long_prefill_token_threshold,
+            max_mixed_prefill_tokens=options.max_mixed_prefill_tokens or _mixed_prefill_tokens(ready.device),
         )
         self._ready = EngineReady(
             max_model_len=ready.max_model_len,
@@ -178,6 +183,10 @@ class EngineCore:
             logger.error("no API process %d to send %s to", client_index, type(message).__name__)
             return
         sender.send(message)
+
+
+def _mixed_prefill_tokens(device: str) -> int | None:
+    return MIXED_PREFILL_TOKENS if device.startswith("cuda") else None
 
 
 def on_control(message: DrainMessage | PeerDiedMessage) -> None:

@@ -40,7 +40,10 @@ class Scheduler:
         max_model_len: int,
         policy: Literal["fcfs", "priority"] = "fcfs",
         long_prefill_token_threshold: int = 0,
+        max_mixed_prefill_tokens: int | None = None,
     ) -> None:
+        """`max_mixed_prefill_tokens`: most prompt tokens of a step in which somebody generates, so that a queue of
+        long prompts cannot hold up the tokens of those who run; None: only the budget bounds them."""
         self.kv = kv
         self.max_num_seqs = max_num_seqs
         self.token_budget = token_budget
@@ -48,6 +51,7 @@ class Scheduler:
         self.max_model_len = min(max_model_len, kv.pool.num_blocks * kv.block_size)
         self.policy = policy
         self.chunk_limit = long_prefill_token_threshold or token_budget
+        self.mixed_prefill_limit = max_mixed_prefill_tokens or token_budget
         self.requests: dict[str, Request] = {}
         self.running: list[Request] = []
         self.waiting = make_queue(policy)
@@ -119,6 +123,8 @@ class Scheduler:
             elif end <= request.capacity or self._make_room(request, end, scheduled, grown):
                 scheduled[request.request_id] = 1
         budget = self.token_budget - len(scheduled)
+        if scheduled:
+            budget = min(budget, self.mixed_prefill_limit)
         for request in others:
             if budget <= 0:
                 break

@@ -62,6 +62,7 @@ class Simulation:
             max_model_len=setup.max_model_len,
             policy=setup.policy,
             long_prefill_token_threshold=setup.threshold,
+            max_mixed_prefill_tokens=setup.token_budget // 2 if seed % 3 == 0 else None,
         )
         self.worker = FakeWorker(setup.num_blocks, setup.block_size, setup.max_num_seqs, setup.token_budget)
         self.seen: dict[str, Seen] = {}

@@ -63,6 +63,20 @@ def test_a_threshold_leaves_budget_for_those_behind_a_long_prompt() -> None:
     assert schedule(scheduler).scheduled == {"long": 6, "b": 3}
 
 
+def test_prompts_get_less_of_a_step_while_others_generate() -> None:
+    scheduler = make_scheduler(max_mixed_prefill_tokens=5)
+    add(scheduler, "long", 12)
+    step = schedule(scheduler)
+    assert step.scheduled == {"long": 12}, "nobody generates: the whole budget"
+    answer(scheduler, step, {"long": 1})
+    add(scheduler, "b", 7)
+    add(scheduler, "c", 3)
+    step = schedule(scheduler)
+    assert step.scheduled == {"long": 1, "b": 5}
+    answer(scheduler, step, {"long": 1})
+    assert schedule(scheduler).scheduled == {"long": 1, "b": 2, "c": 3}
+
+
 def test_a_finished_request_leaves_its_prefix() -> None:
     scheduler = make_scheduler()
     add(scheduler, "a", [1, 2, 3, 4, 5, 6, 7], max_tokens=2)
