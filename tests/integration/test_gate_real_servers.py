@@ -23,6 +23,8 @@ starts = ["cold"]
 [server]
 max_model_len = 256
 max_num_seqs = 4
+[client]
+lag_bound_s = 5.0  # a busy machine is no reason to skip what is seen here
 [[loads]]
 workload = { name = "synthetic", num_requests = 12, input_len = 16, output_len = 12 }
 arrivals = [{ name = "concurrency", concurrency = 2 }]
@@ -66,8 +68,6 @@ def test_a_slower_checkout_is_measured_as_slower(slower: Path, tmp_path: Path) -
     assert done.returncode == 3, done.stdout + done.stderr
     verdict = json.loads((tmp_path / "out" / "verdict.json").read_bytes())
     assert verdict["verdict"] == "inconclusive"
-    if any("client saturated" in reason for reason in verdict["reasons"]):
-        pytest.skip("this machine is too busy for the load generator to keep time")
     assert "1 pair can reach p = 0.5" in verdict["reasons"][0]
     changes = {one["metric"]: one["candidate"] / one["baseline"] - 1 for one in verdict["metrics"]}
     assert changes["tpot_p50_s"] > 0.3
