@@ -19,6 +19,7 @@ from server.api.engine_client import EngineClient
 from server.api.errors import aborted, engine_dead
 from server.api.http_protocol import HttpProtocol
 from server.api.metrics import Metrics
+from server.api.sibling_metrics import SiblingMetrics
 from server.api.state import ApiState
 from server.api.tokenizer import load_tokenizer
 from server.api.validation import Limits
@@ -97,10 +98,14 @@ class _Lifecycle:
             limits=Limits(ready.max_model_len, resolved.config.vocab_size, resolved.config.eos_token_ids),
             client=client,
             metrics=metrics,
+            siblings=SiblingMetrics(metrics, config.runtime_dir, self._client_index, config.api.api_server_count),
         )
         with child.timeline.span("port-open"):
             server, serving = await self._open(state)
-        tasks = [asyncio.create_task(work) for work in (client.run(), state.streams.watch(), _beat(child))]
+        tasks = [
+            asyncio.create_task(work)
+            for work in (client.run(), state.streams.watch(), state.siblings.publish(), _beat(child))
+        ]
         child.ready(
             max_model_len=ready.max_model_len,
             num_blocks=ready.num_blocks,

@@ -9,6 +9,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator
 
+import msgspec
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from prometheus_client.registry import Collector, CollectorRegistry
@@ -42,6 +43,15 @@ class Histogram:
         self._counts[bisect_left(self._bounds, value)] += count
         self._sum += value * count
 
+    def state(self) -> tuple[list[int], float]:
+        """Counts per bucket and the sum of what was observed."""
+        return self._counts, self._sum
+
+    def add(self, counts: list[int], total: float) -> None:
+        """Add the state of another histogram of this kind."""
+        self._counts = [ours + theirs for ours, theirs in zip(self._counts, counts, strict=True)]
+        self._sum += total
+
     def family(self, model_name: str) -> Metric:
         family = HistogramMetricFamily(self.name, self.help, labels=["model_name"])
         buckets: list[tuple[str, float]] = []
@@ -51,6 +61,15 @@ class Histogram:
             buckets.append((bound, total))
         family.add_metric([model_name], buckets, self._sum)
         return family
+
+
+class _Snapshot(msgspec.Struct, array_like=True):
+    prompt_tokens: int
+    generation_tokens: int
+    rejected: int
+    detokenize_seconds: float
+    finished: dict[str, int]
+    histograms: list[tuple[list[int], float]]
 
 
 class Metrics(Collector):
@@ -84,17 +103,7 @@ class Metrics(Collector):
         self.iteration_tokens = Histogram(
             "benchctl:iteration_tokens_total", "Generated tokens of an engine step.", _TOKEN_BUCKETS
         )
-        self._registry = CollectorRegistry(auto_describe=False)
-        self._registry.register(self)
-
-    def exposition(self) -> tuple[bytes, str]:
-        """Body and content type of `/metrics`."""
-        return generate_latest(self._registry), CONTENT_TYPE_LATEST
-
-    def collect(self) -> Iterator[Metric]:
-        yield from self._gauges()
-        yield from self._counters()
-        for histogram in (
+        self._histograms = (
             self.ttft,
             self.inter_token,
             self.e2e,
@@ -104,7 +113,46 @@ class Metrics(Collector):
             self.request_prompt_tokens,
             self.request_generation_tokens,
             self.iteration_tokens,
-        ):
+        )
+
+    def exposition(self, others: Iterable[bytes] = ()) -> tuple[bytes, str]:
+        """Body and content type of `/metrics`: this process' figures and those in the snapshots of `others`."""
+        total = Metrics(self.model_name)
+        total.stats = self.stats
+        for snapshot in (self.snapshot(), *others):
+            total._add(snapshot)
+        registry = CollectorRegistry(auto_describe=False)
+        registry.register(total)
+        return generate_latest(registry), CONTENT_TYPE_LATEST
+
+    def snapshot(self) -> bytes:
+        """What this process has counted itself; the engine's figures come to every process."""
+        return msgspec.msgpack.encode(
+            _Snapshot(
+                self.prompt_tokens,
+                self.generation_tokens,
+                self.rejected,
+                self.detokenize_seconds,
+                self.finished,
+                [histogram.state() for histogram in self._histograms],
+            )
+        )
+
+    def _add(self, data: bytes) -> None:
+        snapshot = msgspec.msgpack.decode(data, type=_Snapshot)
+        self.prompt_tokens += snapshot.prompt_tokens
+        self.generation_tokens += snapshot.generation_tokens
+        self.rejected += snapshot.rejected
+        self.detokenize_seconds += snapshot.detokenize_seconds
+        for reason, count in snapshot.finished.items():
+            self.finished[reason] += count
+        for histogram, (counts, total) in zip(self._histograms, snapshot.histograms, strict=True):
+            histogram.add(counts, total)
+
+    def collect(self) -> Iterator[Metric]:
+        yield from self._gauges()
+        yield from self._counters()
+        for histogram in self._histograms:
             yield histogram.family(self.model_name)
 
     def _gauges(self) -> Iterator[Metric]:

@@ -44,7 +44,8 @@ async def version(http: Request) -> Response:
 
 
 async def metrics(http: Request) -> Response:
-    body, content_type = state_of(http).metrics.exposition()
+    state = state_of(http)
+    body, content_type = state.metrics.exposition(state.siblings.others())
     return Response(body, headers={"content-type": content_type})
 
 

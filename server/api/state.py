@@ -13,6 +13,7 @@ from server.api.chat_template import ChatTemplate
 from server.api.engine_client import EngineClient
 from server.api.errors import draining, engine_dead, model_not_found
 from server.api.metrics import Metrics
+from server.api.sibling_metrics import SiblingMetrics
 from server.api.sse import EventStreams
 from server.api.tokenizer import Tokenizer
 from server.api.validation import Limits
@@ -29,6 +30,7 @@ class ApiState:
     limits: Limits
     client: EngineClient
     metrics: Metrics
+    siblings: SiblingMetrics
     phase: Literal["serving", "draining", "dead"] = "serving"
     death: str = ""
     """Why the phase is `dead`."""

@@ -6,6 +6,7 @@ import json
 import signal
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -311,7 +312,19 @@ def test_two_api_processes_share_an_engine_and_a_port(tmp_path: Path) -> None:
             answer = httpx.post(f"{api.url}/v1/completions", json={"prompt": "x", "max_tokens": 5}, timeout=30)
             assert answer.json()["choices"][0]["text"] == "hello"
         assert sorted(request.client_index for request in engine.requests) == [0, 1]
+        for api in processes:
+            # Whichever is scraped answers for both, once the other has published its counts.
+            _wait_for_metric(api.url, "benchctl:generation_tokens_total", 10.0)
     finally:
         for api in processes:
             api.close()
         engine.close()
+
+
+def _wait_for_metric(url: str, name: str, value: float) -> None:
+    for _ in range(400):
+        lines = httpx.get(f"{url}/metrics").text.splitlines()
+        if any(line.startswith(f"{name}{{") and line.endswith(f" {value}") for line in lines):
+            return
+        time.sleep(0.05)
+    raise AssertionError(f"{name} is never {value}")

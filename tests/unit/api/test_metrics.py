@@ -66,3 +66,18 @@ def test_histogram_buckets_are_cumulative_and_bounds_inclusive() -> None:
         ("h_count", None): 5,
         ("h_sum", None): 14.5,
     }
+
+
+def test_other_processes_are_added() -> None:
+    ours, theirs = Metrics("m"), Metrics("m")
+    ours.stats = EngineStats(num_running=3)
+    for metrics, tokens in ((ours, 5), (theirs, 7)):
+        metrics.generation_tokens = tokens
+        metrics.finished["stop"] = 1
+        metrics.ttft.observe(0.03, tokens)
+    text = ours.exposition([theirs.snapshot()])[0].decode()
+    assert 'benchctl:generation_tokens_total{model_name="m"} 12.0' in text
+    assert 'benchctl:request_success_total{finished_reason="stop",model_name="m"} 2.0' in text
+    assert 'benchctl:time_to_first_token_seconds_count{model_name="m"} 12.0' in text
+    assert 'benchctl:num_requests_running{model_name="m"} 3.0' in text, "the engine's figures are not summed"
+    assert ours.generation_tokens == 5, "a scrape changes nothing"
