@@ -64,6 +64,15 @@ def test_with_aborts_around_them(server: Server, alone: list[list[int]]) -> None
     assert after["kv_cache_usage_perc"] == 0
 
 
+def test_a_seeded_request_does_not_depend_on_its_company(server: Server, alone: list[list[int]]) -> None:
+    sampled = {"temperature": 0.9, "top_p": 0.95, "presence_penalty": 0.5}
+    requests = [{**request, **sampled, "seed": i} for i, request in enumerate(REQUESTS[:40])]
+    first = asyncio.run(complete_all(server.url, requests, concurrency=1))
+    assert first != alone[:40]
+    together = asyncio.run(complete_all(server.url, [*requests, *REQUESTS[:100], *requests], concurrency=180))
+    assert together == [*first, *alone[:100], *first]
+
+
 @pytest.mark.parametrize(
     ("arguments", "preempted"),
     [
