@@ -19,6 +19,9 @@ from server.errors import UserError
 
 INDEX_NAME = "matrix.json"
 T = TypeVar("T", CellResult, MatrixIndex)
+# Control characters in JSON text, which can hold those below U+0020 as escapes only: as text of a result they would
+# reach a terminal. A backslash that is itself escaped is matched to be left alone.
+_CONTROLS = re.compile(rb"\\\\|\\u00(?:[01][0-9A-Fa-f]|7[fF]|[89][0-9A-Fa-f])|\x7f|\xc2[\x80-\x9f]")
 
 
 class _Versioned(msgspec.Struct):
@@ -102,6 +105,7 @@ def _read(path: Path, kind: type[T]) -> T:
         raise UserError(f"{path}: no such file") from None
     except OSError as error:
         raise UserError(f"{path}: {error.strerror}") from None
+    data = _CONTROLS.sub(_replace_control, data)
     try:
         version = msgspec.json.decode(data, type=_Versioned).schema_version
     except msgspec.ValidationError:
@@ -117,6 +121,11 @@ def _read(path: Path, kind: type[T]) -> T:
         return msgspec.json.decode(data, type=kind)
     except msgspec.ValidationError as error:
         raise UserError(f"{path}: not a valid {kind.__name__}: {error}") from None
+
+
+def _replace_control(match: re.Match[bytes]) -> bytes:
+    found = match.group()
+    return found if found == rb"\\" else rb"\ufffd"
 
 
 def _where_broken(data: bytes) -> str:

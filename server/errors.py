@@ -16,10 +16,13 @@ class UserError(Exception):
     exit_code = 2
 
     def __init__(self, message: str) -> None:
-        super().__init__(message if message.isprintable() else _printable(message))
+        super().__init__(printable(message))
 
 
-def _printable(text: str) -> str:
+def printable(text: str) -> str:
+    """`text` with control characters and halves of surrogate pairs as Python escapes: fit for a terminal."""
+    if text.isprintable():
+        return text
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 

@@ -21,6 +21,7 @@ from benchctl.loadgen.records import CAUSE_LABELS, Cause, Record, RecordFile, To
 from benchctl.loadgen.stream import AnswerStream
 from benchctl.loadgen.timer import DeadlineTimer
 from benchctl.loadgen.transport import SocketPoller
+from server.errors import printable
 from workloads.base import Message, WorkloadRequest
 
 if TYPE_CHECKING:
@@ -459,7 +460,8 @@ class LoadWorker:
         elif cause is not Cause.INTERRUPTED:
             report.failed += 1
             label = CAUSE_LABELS.get(cause) or f"http {flight.http_status}"
-            self.error_details.setdefault(label, flight.detail or answer.detail)
+            # In the words of a server that need not mean well.
+            self.error_details.setdefault(label, printable(flight.detail or answer.detail))
 
     def _tidy_soon(self) -> None:
         if not self._tidying:

@@ -39,7 +39,7 @@ class UrlTarget(Target):
             info = server_info(get_json(client, "/version"), get_json(client, "/v1/startup"))
         model = config.model
         if not model:
-            if len(served) != 1:
+            if len(served) != 1 or not served[0].isprintable():
                 listed = f"serves {', '.join(served)}" if served else "lists no models"
                 raise UserError(f"{url} {listed}: say which with --model")
             model = served[0]
