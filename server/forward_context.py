@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    import torch
+
     from server.attention.base import AttentionMetadata
     from server.layers.attention import Attention
 
@@ -28,6 +30,8 @@ class ForwardContext:
     """`none`, `piecewise` or `full`: which kind of graph this batch runs under."""
     num_tokens_padded: int = 0
     """Tokens of the batch after padding to a captured size; equals the real number without graphs."""
+    positions: torch.Tensor | None = None
+    """int64 (T,): positions of the tokens, at a fixed address under graphs; for attention that rotates its inputs."""
 
 
 _current: ForwardContext | None = None

@@ -23,9 +23,9 @@ from server.models.config import ModelConfig
 FORMAT = "1"
 """Raise when the meaning of the files of an entry changes."""
 
-# Everything that the trace runs through or that shapes what is stored. The attention op is opaque to the trace, so
-# backends and their kernels do not count.
-_TRACED = ("models/decoder.py", "layers/*.py", "compilation/*.py")
+# Everything that the trace runs through or that shapes what is stored. Operators are opaque to the trace, so backends
+# and kernels do not count, but what puts kernels in the place of layers does.
+_TRACED = ("models/decoder.py", "layers/*.py", "kernels/install.py", "kernels/*_op.py", "compilation/*.py")
 
 
 def source_factors() -> dict[str, str]:

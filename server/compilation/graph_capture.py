@@ -20,6 +20,7 @@ from server.config import ServerConfig
 from server.timeline import Timeline
 from server.worker import kv_cache
 from server.worker.model_runner import ModelRunner
+from server.worker.sampler import greedy
 
 logger = logging.getLogger(__name__)
 
@@ -62,7 +63,7 @@ class GraphCapture:
 
     def _tail(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         logits = self.runner.model.compute_logits(hidden)
-        return logits, logits.argmax(dim=-1)
+        return logits, greedy(logits)
 
     def shapes(self, sizes: CaptureSizes) -> list[BatchDescriptor]:
         """What to record, largest first."""

@@ -1,8 +1,8 @@
 """Put the kernels in the place of the layers' plain torch (see `server.layers.kernel_layer`).
 
 Eager mode gets all of them as plain Python functions: nothing traces the model, and a dispatch through torch's
-operators would cost each launch 3 us more. Compiled mode gets the projections alone, as an operator: Inductor fuses
-everything else into fewer kernels than these.
+operators would cost each launch 3 us more. Compiled mode gets the projections, as an operator, and the rotary kernel,
+which writes the cache as well, inside the attention operator: Inductor fuses everything else into fewer kernels.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from server.kernels.gemv import MAX_ROWS, gemv, supports
 from server.kernels.launch import WARM_UP_THREADS
 from server.kernels.norm import add_rms_norm, rms_norm
 from server.kernels.rotary import rotary
+from server.layers.attention import RotateAndStore
 from server.layers.kernel_layer import KernelFactory, install_kernels
 from server.layers.linear import Embedding, Linear
 from server.layers.norm import RMSNorm
@@ -49,8 +50,15 @@ def install_eager_kernels(model: nn.Module) -> Counter[str]:
 
 
 def install_compiled_kernels(model: nn.Module) -> Counter[str]:
-    """Replace the projections by `torch.ops.benchserve.linear`; returns how many. For models that are compiled."""
-    return install_kernels(model, {"linear": _linear_operator})
+    """Replace the projections by `torch.ops.benchserve.linear`, and what lies between projection and attention by the
+    rotary kernel within the attention operator; returns how many of each. For models that are compiled."""
+    installed = install_kernels(model, {"linear": _linear_operator})
+    for module in model.modules():
+        if isinstance(module, SelfAttention):
+            module.attn.rotate_and_store = _rotate_and_store(module)
+            module.forward = _compiled_self_attention(module)  # type: ignore[method-assign]
+            installed["rotary"] += 1
+    return installed
 
 
 def _embedding(layer: Embedding) -> Forward:
@@ -96,10 +104,7 @@ def _self_attention(layer: SelfAttention) -> Forward:
     attention, rotary_layer = layer.attn, layer.rotary
     heads, kv_heads, head_dim = attention.num_heads, attention.num_kv_heads, attention.head_dim
     cos_sin, scale = rotary_layer.cos_sin_cache, attention.scale
-    norms: tuple[torch.Tensor, torch.Tensor] | None = None
-    eps = 0.0
-    if layer.q_norm is not None and layer.k_norm is not None:
-        norms, eps = (layer.q_norm.weight, layer.k_norm.weight), layer.q_norm.eps
+    norms, eps = _norms(layer)
     width = (heads + 2 * kv_heads) * head_dim
 
     def forward(positions: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
@@ -122,6 +127,58 @@ def _self_attention(layer: SelfAttention) -> Forward:
         return layer.o_proj(output.view(tokens, heads * head_dim))
 
     return forward
+
+
+def _compiled_self_attention(layer: SelfAttention) -> Forward:
+    """Attention over the parts of the merged projection as they are: its operator does the rest."""
+    sizes = (layer.q_size, layer.kv_size, layer.kv_size)
+
+    def forward(positions: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
+        return layer.o_proj(layer.attn(*layer.qkv_proj(hidden).split(sizes, dim=-1)))
+
+    return forward
+
+
+def _rotate_and_store(layer: SelfAttention) -> RotateAndStore:
+    """See `server.layers.attention.RotateAndStore`: one launch on parts of one merged projection."""
+    attention, cos_sin = layer.attn, layer.rotary.cos_sin_cache
+    heads, kv_heads, head_dim = attention.num_heads, attention.num_kv_heads, attention.head_dim
+    norms, eps = _norms(layer)
+    width = (heads + 2 * kv_heads) * head_dim
+
+    def run(
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        positions: torch.Tensor | None,
+        kv_cache: torch.Tensor,
+        slot_mapping: torch.Tensor,
+    ) -> None:
+        if positions is None:
+            raise RuntimeError("the forward context holds no positions")
+        size = query.element_size()
+        key_at = query.data_ptr() + heads * head_dim * size
+        merged = key.data_ptr() == key_at and value.data_ptr() == key_at + kv_heads * head_dim * size
+        if merged and (query.shape[0] == 1 or query.stride(0) == width):
+            # `query` stands for the merged projection, which begins where it does.
+            rows = query
+        else:
+            rows = torch.cat((query.flatten(1), key.flatten(1), value.flatten(1)), dim=1)
+        rotary(
+            rows, positions, cos_sin, heads, kv_heads, head_dim,
+            norm_weights=norms, eps=eps, kv_cache=kv_cache, slot_mapping=slot_mapping,
+        )  # fmt: skip
+        if rows is not query:
+            query.copy_(rows[:, : heads * head_dim].view(query.shape))
+
+    return run
+
+
+def _norms(layer: SelfAttention) -> tuple[tuple[torch.Tensor, torch.Tensor] | None, float]:
+    """Weights of the q and k norm, and their epsilon."""
+    if layer.q_norm is None or layer.k_norm is None:
+        return None, 0.0
+    return (layer.q_norm.weight, layer.k_norm.weight), layer.q_norm.eps
 
 
 @torch.inference_mode()

@@ -116,7 +116,8 @@ def rotary(
     kv_cache: torch.Tensor | None = None,
     slot_mapping: torch.Tensor | None = None,
 ) -> None:
-    """Rotate q and k of the merged projection `qkv` (T, (H + 2K) * D), contiguous, in place.
+    """Rotate q and k of the merged projection `qkv` (T, (H + 2K) * D), contiguous, in place. A view of its front rows
+    (T, ...) does as well: only the number of rows and the address count.
 
     `positions` (T,), `cos_sin` float32 (max_positions, D) as `RotaryEmbedding` keeps it, `norm_weights` the weights
     (D,) of the q and k norm. With `kv_cache` and `slot_mapping`, the rotated key and the value go to the cache, and

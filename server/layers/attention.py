@@ -6,11 +6,19 @@ changes from step to step (metadata, KV cache, backend) from the forward context
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import nn
 
 from server.attention.base import AttentionBackend
 from server.forward_context import get_forward_context
+
+RotateAndStore = Callable[
+    [torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor, torch.Tensor], None
+]
+"""`(query, key, value, positions, kv_cache, slot_mapping)`: normalises and rotates query in place, and stores keys,
+treated likewise, and values in the cache. Key and value are left in any state."""
 
 
 class Attention(nn.Module):
@@ -29,8 +37,9 @@ class Attention(nn.Module):
         self.kv_cache: torch.Tensor | None = None
         """This layer's cache, in the shape that the backend's `kv_cache_shape` gives."""
         self.backend: AttentionBackend | None = None
-        self.writes_kv = True
-        """False when the rotary kernel has already stored this step's keys and values."""
+        self.rotate_and_store: RotateAndStore | None = None
+        """A kernel that does the work between projection and attention; None: the model has rotated queries and keys,
+        and the backend stores keys and values."""
 
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         """q (T, H * D), k and v (T, K * D) -> (T, H * D)."""
@@ -57,7 +66,9 @@ def _attention(
     kv_cache, backend = layer.kv_cache, layer.backend
     if kv_cache is None or backend is None:
         raise RuntimeError(f"{layer_name}: no KV cache is bound")
-    if layer.writes_kv:
+    if layer.rotate_and_store is not None:
+        layer.rotate_and_store(query, key, value, context.positions, kv_cache, metadata.slot_mapping)
+    else:
         backend.write_kv(key, value, kv_cache, metadata.slot_mapping)
     backend.forward(query, kv_cache, metadata, layer.scale, output)
 

@@ -18,7 +18,8 @@ are filled in place, never replaced.
 | `silu_and_mul` | `(gate_up (T, 2 * n)) -> (T, n)` |
 | `linear` | `(x (T, in)) -> (T, out)` |
 
-A rotary kernel that also writes keys and values to the cache sets `writes_kv = False` on the `Attention` layers.
+A kernel that rotates queries and keys and also stores keys and values is set on the `Attention` layers, as
+`rotate_and_store`.
 """
 
 from __future__ import annotations

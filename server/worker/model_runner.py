@@ -151,6 +151,7 @@ class ModelRunner:
             layers=self.attention_layers,
             cudagraph_mode=shape.cudagraph_mode,
             num_tokens_padded=shape.num_tokens,
+            positions=self.positions[: shape.num_tokens],
         )
         forward = self.model_forward if self.graphs is None else self.graphs
         with set_forward_context(context):
@@ -251,8 +252,9 @@ class ModelRunner:
             metadata = self.buffers.dummy_metadata(shape.num_tokens, shape.num_seqs, self.max_model_len)
             self._tables = None
         record = self.graphs.record_full if shape.cudagraph_mode == "full" else self.graphs.record_piecewise
-        with set_forward_context(ForwardContext(metadata, self.attention_layers)):
-            record(self.input_ids[: shape.num_tokens], self.positions[: shape.num_tokens])
+        positions = self.positions[: shape.num_tokens]
+        with set_forward_context(ForwardContext(metadata, self.attention_layers, positions=positions)):
+            record(self.input_ids[: shape.num_tokens], positions)
 
     @torch.inference_mode()
     def profile_run(self) -> None:

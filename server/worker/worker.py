@@ -30,6 +30,7 @@ from server.worker.device import init_device, resolve_device, resolve_dtype, tok
 from server.worker.kernel_cache import use_kernel_cache
 from server.worker.model_runner import ModelRunner
 from server.worker.results import ResultSender
+from server.worker.sampler import greedy
 
 if TYPE_CHECKING:
     # Imported where they are needed: eager mode pays for neither Dynamo nor Inductor.
@@ -230,7 +231,7 @@ class Worker:
         for num_tokens in (min(2, runner.max_num_tokens), 1):
             # One sequence, but logits of as many as there are tokens: projections of one row have their own kernel.
             hidden = runner.dummy_run(num_tokens, num_seqs=1, attention=True)
-            runner.model.compute_logits(hidden).argmax(dim=-1).tolist()
+            greedy(runner.model.compute_logits(hidden)).tolist()
         runner.warm_up_sampling()
         # Weights, caches and modules live as long as the process: do not trace them at every collection.
         gc.collect()
