@@ -114,6 +114,13 @@ def run(
     continuous_usage: Annotated[
         bool, typer.Option("--continuous-usage", help="Ask for token counts per event.", rich_help_panel=_CLIENT)
     ] = False,
+    max_client_lag: Annotated[
+        float,
+        typer.Option(
+            help="Seconds; a p99 of sent - scheduled above it (and above 10% of the median TTFT) invalidates the run.",
+            rich_help_panel=_CLIENT,
+        ),
+    ] = 0.005,
     tokenizer: Annotated[
         str | None, typer.Option(help="Recounts tokens of a server without usage.", rich_help_panel=_CLIENT)
     ] = None,
@@ -159,6 +166,7 @@ def run(
             retries=retries,
             force_lengths=force_lengths,
             continuous_usage=continuous_usage,
+            max_client_lag=max_client_lag,
             tokenizer=tokenizer,
             output=output,
         )

@@ -63,6 +63,7 @@ class RunRequest(msgspec.Struct, kw_only=True):
     retries: int
     force_lengths: bool
     continuous_usage: bool
+    max_client_lag: float
     tokenizer: str | None
     output: Path
 
@@ -157,6 +158,7 @@ def load_options(request: RunRequest) -> LoadOptions:
         slos=tuple(request.slos),
         warmup=request.warmup,
         cooldown=request.cooldown,
+        lag_bound_s=request.max_client_lag,
     )
 
 

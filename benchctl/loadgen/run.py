@@ -102,6 +102,8 @@ def check_options(options: LoadOptions) -> None:
         raise UserError(f"--timeout {options.timeout_s:g}: must be a number of seconds above 0")
     if not 0 <= options.retries <= 100:
         raise UserError(f"--retries {options.retries}: must be from 0 to 100")
+    if not options.lag_bound_s > 0:
+        raise UserError(f"--max-client-lag {options.lag_bound_s:g}: must be a number of seconds above 0")
     if options.api_key is not None and not (options.api_key.isascii() and options.api_key.isprintable()):
         raise UserError("--api-key: holds characters that an HTTP header cannot carry")
     for text in options.slos:

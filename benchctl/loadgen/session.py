@@ -151,7 +151,7 @@ class LoadSession:
                     raise
                 failure = str(error)
         metrics = outcome.metrics if outcome else None
-        status, reason = _verdict(outcome, failure, server.exit_code(), interrupted=self.interrupted)
+        status, reason = verdict(outcome, failure, server.exit_code(), interrupted=self.interrupted)
         result = self._result(cell_id, config, traffic, status, reason)
         result.metrics = metrics
         result.duration_s = time.monotonic() - began
@@ -187,9 +187,10 @@ def sized_workload(workload: dict[str, Any], arrival: dict[str, Any]) -> dict[st
     return {**workload, "num_requests": math.ceil(expected + 6 * math.sqrt(expected) + 16)}
 
 
-def _verdict(
+def verdict(
     outcome: LoadOutcome | None, failure: str | None, exit_code: int | None, *, interrupted: bool
 ) -> tuple[Status, str | None]:
+    """Status and reason of a run: what ended it first, then whether its figures can be trusted."""
     if interrupted:
         return "interrupted", "interrupted; the figures cover what had run until then"
     if exit_code is not None:

@@ -1,0 +1,263 @@
+"""`benchctl run` from its options to its files and exit codes."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from benchctl.cli import build_app
+from benchctl.loadgen import sweep
+from benchctl.loadgen.records import Records
+from benchctl.mock.script import Failure
+from reports.directory import load_results
+from reports.results import read_index
+from server.errors import UserError
+from tests.integration.mocking import running_mock
+
+SMALL = ["-n", "12", "--set", "input_len=4", "--set", "output_len=4", "--workers", "1"]
+
+
+def run(*argv: str, output: Path | None = None) -> Result:
+    options = [] if output is None else ["--output", str(output)]
+    # The machine that runs the tests may have other things to do; whether a run is valid is not what they are about.
+    options += [] if "--max-client-lag" in argv else ["--max-client-lag", "60"]
+    return CliRunner().invoke(build_app(["run"]), ["run", *argv, *options])
+
+
+def bad_input(*argv: str) -> str:
+    """The one line that the command ends with."""
+    result = run(*argv)
+    assert isinstance(result.exception, UserError), result.output
+    assert result.exception.exit_code == 2
+    assert "\n" not in str(result.exception)
+    return str(result.exception)
+
+
+def test_a_run_writes_a_result_its_records_and_reports(tmp_path: Path) -> None:
+    output = tmp_path / "out"
+    with running_mock(ttft_s=0.01) as mock:
+        result = run("--url", mock.url, "--rate", "100", *SMALL, "--slo", "ttft:10s", output=output)
+    assert result.exit_code == 0, result.output
+    for word in ("completed", "TTFT", "TPOT", "client lag", "goodput", "100.0%", "report.html"):
+        assert word in result.output
+    (cell,) = load_results(output).results
+    assert cell.cell_id == "url/mock/synthetic/rate-100"
+    assert (cell.status, cell.reason) == ("ok", None)
+    assert cell.config.model == "mock"  # asked of the endpoint
+    assert cell.config.arrival == {"name": "poisson", "rate": 100.0}
+    assert cell.metrics is not None
+    assert cell.metrics.completed == 12
+    assert cell.metrics.goodput[0].met == 12
+    assert cell.workload is not None
+    assert cell.workload.requests == 12
+    assert cell.raw_records is not None
+    assert len(Records(output / cell.raw_records).rows) == 12
+    for name in ("report.html", "report.md", "report.csv", "matrix.json"):
+        assert (output / name).is_file()
+
+
+def test_a_sweep_makes_a_result_for_each_value(tmp_path: Path) -> None:
+    with running_mock() as mock:
+        result = run("--url", mock.url, "--sweep-concurrency", "1,3", *SMALL, output=tmp_path)
+    assert result.exit_code == 0, result.output
+    cells = load_results(tmp_path).results
+    assert [cell.config.arrival["concurrency"] for cell in cells] == [1, 3]
+
+
+def test_the_search_finds_where_the_objective_breaks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sweep, "PRECISION", 2.0)
+    # One request at a time, 40 ms each: about 25 per second, less what waiting in line costs.
+    with running_mock(ttft_s=0.04) as mock:
+        result = run(
+            *("--url", mock.url, "--find-max-rate", "--rate", "4", "--slo", "ttft:150ms", "--max-concurrency", "1"),
+            *("-n", "16", "--set", "input_len=4", "--set", "output_len=1", "--workers", "1"),
+            output=tmp_path,
+        )
+    assert result.exit_code == 0, result.output
+    description = read_index(tmp_path).description
+    assert "highest rate that met the SLOs" in description
+    found = float(description.split(":")[1].split()[0])
+    assert 3 < found < 60
+    results = load_results(tmp_path).results
+    rates = [cell.config.arrival["rate"] for cell in results]
+    assert rates[:2] == [4.0, 8.0]
+    assert max(rates) > found
+
+
+def test_failed_requests_are_said_and_a_run_without_any_answer_fails(tmp_path: Path) -> None:
+    with running_mock(failures=(Failure("503", 3),)) as mock:
+        some = run("--url", mock.url, "--concurrency", "2", *SMALL, output=tmp_path / "some")
+    assert some.exit_code == 0
+    assert "4 × http 503 (the mock is told to fail)" in some.output
+    with running_mock(failures=(Failure("503", 1),)) as mock:
+        every = run("--url", mock.url, "--concurrency", "2", *SMALL, output=tmp_path / "every")
+    assert every.exit_code == 1
+    (cell,) = load_results(tmp_path / "every").results
+    assert cell.status == "failed"
+    assert cell.reason == "no request was completed: 12 × http 503 (the mock is told to fail)"
+    assert cell.metrics is not None
+    assert cell.metrics.ttft_s.n == 0
+
+
+def test_chat_and_other_workloads(tmp_path: Path) -> None:
+    spec = "sharegpt-like:num_requests=6,length_scale=0.02,prompt_format=text"
+    with running_mock() as mock:
+        result = run(
+            "--url", mock.url, "--endpoint", "chat", "-w", spec, "--arrival", "burst", "--workers", "2", output=tmp_path
+        )
+    assert result.exit_code == 0, result.output
+    (cell,) = load_results(tmp_path).results
+    assert cell.config.endpoint == "chat"
+    assert cell.metrics is not None
+    assert cell.metrics.completed == 6
+
+
+def test_a_duration_asks_for_requests_enough(tmp_path: Path) -> None:
+    with running_mock() as mock:
+        result = run(
+            *("--url", mock.url, "--rate", "400", "--duration", "0.5", "--workers", "1"),
+            *("--set", "input_len=4", "--set", "output_len=1"),
+            output=tmp_path,
+        )
+    assert result.exit_code == 0, result.output
+    (cell,) = load_results(tmp_path).results
+    assert cell.metrics is not None
+    assert 130 < cell.metrics.completed < 270
+
+
+URL = ("--url", "http://127.0.0.1:9")
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (("--rate", "1"), "--url URL"),
+        ((*URL, "--serve", "tiny", "--rate", "1"), "--url URL"),
+        (URL, "--rate 4"),
+        ((*URL, "--rate", "1", "--concurrency", "2"), "--rate and --concurrency"),
+        ((*URL, "--rate", "0"), "rate must be a number above 0"),
+        ((*URL, "--rate", "-1"), "rate must be a number above 0"),
+        ((*URL, "--rate", "nan"), "rate must be a number above 0"),
+        ((*URL, "--concurrency", "0"), "above 0"),
+        ((*URL, "--rate", "1", "--duration", "-1"), "duration_s must be a number above 0"),
+        ((*URL, "--rate", "1", "--max-concurrency", "0"), "max_concurrency must be a number above 0"),
+        ((*URL, "--concurrency", "1", "--max-concurrency", "3"), "--max-concurrency is for open loops"),
+        ((*URL, "--arrival", "poison:rate=1"), "did you mean `poisson`"),
+        ((*URL, "--arrival", "poisson:rte=1"), "rate"),
+        ((*URL, "--rate", "1", "-w", "synthetik"), "did you mean `synthetic`"),
+        ((*URL, "--rate", "1", "-w", "{"), "not a JSON object"),
+        ((*URL, "--rate", "1", "--set", "input_len=-5"), "input_len"),
+        ((*URL, "--rate", "1", "--set", "nonsense=5"), "nonsense"),
+        ((*URL, "--rate", "1", "-n", "0"), "num_requests"),
+        ((*URL, "--rate", "1", "--slo", "fast"), "METRIC:TIME"),
+        ((*URL, "--rate", "1", "--warmup", "soon"), "--warmup"),
+        ((*URL, "--rate", "1", "--workers", "0"), "--workers"),
+        ((*URL, "--rate", "1", "--timeout", "0"), "--timeout"),
+        ((*URL, "--rate", "1", "--retries", "-1"), "--retries"),
+        ((*URL, "--rate", "1", "--max-client-lag", "0"), "--max-client-lag"),
+        ((*URL, "--rate", "1", "--mode", "eager"), "--mode"),
+        ((*URL, "--rate", "1", "--endpoint", "chat"), "token ids cannot go to the chat endpoint"),
+        ((*URL, "--find-max-rate"), "needs an objective"),
+        ((*URL, "--find-max-rate", "--slo", "ttft:1s", "--concurrency", "2"), "leave --concurrency out"),
+        ((*URL, "--sweep-rate", "1,x"), "--sweep-rate"),
+        ((*URL, "--sweep-rate", "1,0"), "above 0"),
+        ((*URL, "--sweep-concurrency", "1.5"), "whole"),
+        ((*URL, "--rate", "1"), "does not answer"),
+        (("--url", "nonsense://x", "--rate", "1"), "expected http://"),
+        (("--url", "http://", "--rate", "1"), "expected http://"),
+    ],
+)
+def test_bad_input_is_one_line(tmp_path: Path, argv: tuple[str, ...], words: str) -> None:
+    assert words in bad_input(*argv, "--output", str(tmp_path / "out"))
+
+
+def test_an_output_that_is_a_file_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with running_mock() as mock:
+        assert str(tmp_path / "file") in bad_input("--url", mock.url, "--rate", "1", "-o", str(tmp_path / "file"))
+
+
+def group_ends(group: int) -> bool:
+    """Whether no process of the group is left; multiprocessing's resource tracker ends just after its parent."""
+    deadline = time.monotonic() + 20
+    while time.monotonic() < deadline:
+        try:
+            os.killpg(group, 0)
+        except ProcessLookupError:
+            return True
+        time.sleep(0.02)
+    return False
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupt_keeps_what_was_measured_and_leaves_no_process(tmp_path: Path, number: signal.Signals) -> None:
+    with running_mock(ttft_s=0.02) as mock:
+        argv = [sys.executable, "-m", "benchctl", "run", "--url", mock.url, "--concurrency", "2", "-n", "4000"]
+        argv += ["--set", "input_len=4", "--set", "output_len=1", "--workers", "2", "-o", str(tmp_path)]
+        process = subprocess.Popen(argv, start_new_session=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+        deadline = time.monotonic() + 60
+        while mock.requests < 20:
+            assert time.monotonic() < deadline
+            assert process.poll() is None
+            time.sleep(0.02)
+        os.killpg(process.pid, number) if number == signal.SIGINT else process.send_signal(number)
+        output, _ = process.communicate(timeout=60)
+    assert process.returncode == 130, output.decode()
+    assert group_ends(process.pid)
+    index = read_index(tmp_path)
+    assert index.interrupted
+    (cell,) = load_results(tmp_path).results
+    assert cell.status == "interrupted"
+    assert cell.metrics is not None
+    assert cell.metrics.completed > 0
+    assert b"Traceback" not in output
+
+
+def test_a_server_that_dies_in_the_middle_fails_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A launched one: its exit is seen, what had been answered stays."""
+    from benchctl import targets
+    from benchctl.targets import RunningServer
+    from benchctl.targets.process import ServerProcess
+
+    argv = [sys.executable, "-m", "benchctl", "mock", "--port", "0", "--ttft", "0.02"]
+    process = ServerProcess([*argv, "--ready-file", str(tmp_path / "ready")], log_path=tmp_path / "log")
+    deadline = time.monotonic() + 60
+    while not (tmp_path / "ready").exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    import json
+
+    url = json.loads((tmp_path / "ready").read_text())["url"]
+    server = RunningServer(url=url, model="mock", process=process, startup=None, info=None)
+
+    def launch(*_: Any, **__: Any) -> RunningServer:
+        return server
+
+    monkeypatch.setattr(targets, "launch", launch)
+    from benchctl.loadgen import session as session_module
+
+    def on_progress(progress: Any) -> None:
+        if progress.completed > 10:
+            os.kill(process.pid, signal.SIGKILL)
+
+    from benchctl.loadgen.options import LoadOptions
+    from reports.schema import CellConfig
+
+    workload = {"name": "synthetic", "num_requests": 60, "input_len": 4, "output_len": 1}
+    config = CellConfig(engine="benchctl", model="tiny", workload=workload, arrival={})
+    options = LoadOptions(url="", model="", workers=1)
+    with session_module.LoadSession(config, options, tmp_path / "out", on_progress=on_progress) as session:
+        result = session.run({"name": "constant", "rate": 20})
+    assert result.status == "failed"
+    assert result.reason == "the server was killed by signal 9 during the run"
+    assert result.metrics is not None
+    assert result.metrics.completed > 10
+    assert result.metrics.failed > 0

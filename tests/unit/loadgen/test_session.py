@@ -1,0 +1,54 @@
+"""What a run's status is, and how many requests a rate and a duration need."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchctl.loadgen.options import LoadOutcome
+from benchctl.loadgen.session import sized_workload, verdict
+from tests.unit.reports import samples
+
+
+def outcome(**changes: Any) -> LoadOutcome:
+    metrics = samples.load_metrics(1, 2)
+    details = changes.pop("error_details", {})
+    aborted = changes.pop("aborted", None)
+    for name, value in changes.items():
+        setattr(metrics, name, value)
+    return LoadOutcome(records=Path("r"), metrics=metrics, interrupted=False, aborted=aborted, error_details=details)
+
+
+@pytest.mark.parametrize(
+    ("result", "failure", "code", "interrupted", "status", "words"),
+    [
+        (outcome(), None, None, False, "ok", None),
+        (outcome(), None, -9, True, "interrupted", "interrupted"),
+        (outcome(), None, -9, False, "failed", "was killed by signal 9"),
+        (outcome(), None, 1, False, "failed", "exited with status 1"),
+        (None, "the disk is full", None, False, "failed", "the disk is full"),
+        (outcome(aborted="takes no connections"), None, None, False, "failed", "takes no connections"),
+        (outcome(completed=0, errors={}), None, None, False, "failed", "none was sent"),
+        (outcome(client_saturated=True, client_lag_bound_s=0.005), None, None, False, "invalid", "above 5.0 ms"),
+        (
+            outcome(failed=3, errors={"http 503": 2, "timeout": 1}, error_details={"http 503": "busy"}),
+            *(None, None, False, "ok", "2 × http 503 (busy), 1 × timeout"),
+        ),
+    ],
+)
+def test_verdicts(
+    result: LoadOutcome | None, failure: str | None, code: int | None, interrupted: bool, status: str, words: str | None
+) -> None:
+    found, reason = verdict(result, failure, code, interrupted=interrupted)
+    assert found == status
+    assert reason is None if words is None else words in (reason or "")
+
+
+def test_requests_enough_for_a_rate_and_a_duration() -> None:
+    poisson = {"name": "poisson", "rate": 10.0, "duration_s": 30.0}
+    assert sized_workload({"name": "synthetic"}, poisson)["num_requests"] == 300 + 104 + 16
+    assert sized_workload({"name": "synthetic", "num_requests": 5}, poisson)["num_requests"] == 5
+    assert "num_requests" not in sized_workload({"name": "custom"}, poisson)
+    assert "num_requests" not in sized_workload({"name": "synthetic"}, {"name": "concurrency", "concurrency": 2})
