@@ -39,7 +39,7 @@ class StepResult(msgspec.Struct, tag="result", array_like=True):
     num_jit_events: int = 0
     """Counters since readiness."""
     step_seconds: dict[str, float] = {}
-    """Seconds of this step per phase: prepare, forward, sample, copy."""
+    """Seconds of this step per phase: prepare, forward, logits, sample, copy."""
 
 
 FromWorker = WorkerReady | StepResult

@@ -137,10 +137,12 @@ class ModelRunner:
         output = self._sample(step.step_id, prepared, hidden)
         output.prompt_parts = self.prompt_logprobs.compute(self.batch, prepared.rows, hidden, self.model.compute_logits)
         self.batch.advance(prepared.rows)
+        logits_s = output.seconds.get("logits", 0.0)
         output.seconds = {
             "prepare": prepared_at - started,
             "forward": forwarded_at - prepared_at,
-            "sample": time.perf_counter() - forwarded_at,
+            "logits": logits_s,
+            "sample": time.perf_counter() - forwarded_at - logits_s,
         }
         return output
 
@@ -205,6 +207,7 @@ class ModelRunner:
         if self.graphs is not None and prepared.shape.cudagraph_mode == "full":
             graph = self.graphs.full[prepared.shape.num_tokens]
         logprobs = None
+        seconds = {}
         if graph is not None and metadata.is_greedy and not asking.size:
             # A copy: the next step overwrites the graph's memory, maybe before these ids have reached the host.
             token_ids = graph.token_ids.index_select(0, prepared.last_tokens)
@@ -212,7 +215,10 @@ class ModelRunner:
             if graph is not None:
                 logits = graph.logits.index_select(0, prepared.last_tokens)
             else:
+                # Part of the model, though only the rows that sample go through it: counted apart from the sampler.
+                before = time.perf_counter()
                 logits = self.model.compute_logits(hidden.index_select(0, prepared.last_tokens))
+                seconds["logits"] = time.perf_counter() - before
             asking_index = torch.from_numpy(asking).to(self.device) if asking.size else None
             # The sampler may overwrite the logits, and log-probabilities are those of the raw ones.
             raw = logits.index_select(0, asking_index) if asking_index is not None else None
@@ -223,7 +229,8 @@ class ModelRunner:
         request_ids = rows.request_ids
         if sampling.size != len(request_ids):
             request_ids = [request_ids[i] for i in sampling.tolist()]
-        return StepOutput(step_id, request_ids, token_ids, logprobs, asking.tolist(), wanted[asking].tolist(), [], {})
+        tops = wanted[asking].tolist()
+        return StepOutput(step_id, request_ids, token_ids, logprobs, asking.tolist(), tops, [], seconds)
 
     @torch.inference_mode()
     def dummy_run(self, num_tokens: int, *, num_seqs: int | None = None, attention: bool = False) -> torch.Tensor:
