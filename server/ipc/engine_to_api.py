@@ -57,8 +57,8 @@ class EngineStats(msgspec.Struct, array_like=True):
     num_jit_events: int = 0
     """Triton kernels compiled since readiness; 0 is the promise."""
     step_seconds: dict[str, float] = {}
-    """Sum of seconds spent per phase of a step. The worker's: prepare, forward, logits, sample, copy. The engine's, mostly
-    at the same time: schedule, send, update, and wait (idle time as well)."""
+    """Sum of seconds spent per phase of a step. The worker's: prepare, forward, logits, sample, copy. The engine's,
+    mostly at the same time: schedule, send, update, and wait (idle time as well)."""
 
 
 class StepOutputs(msgspec.Struct, tag="outputs", array_like=True):
