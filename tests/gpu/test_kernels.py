@@ -18,26 +18,30 @@ from server.attention.triton_attn import TritonAttentionBackend
 
 HALVES = [torch.bfloat16, torch.float16]
 ALL = [*HALVES, torch.float32]
-# Every head size and grouping in bfloat16, a few of them in the other precisions.
-GRID = [(torch.bfloat16, layout) for layout in CHECK_LAYOUTS]
-GRID += [(dtype, layout) for dtype in (torch.float16, torch.float32) for layout in (CHECK_LAYOUTS[1], CHECK_LAYOUTS[3])]
+# Every head size and grouping in bfloat16, one of each in the other precisions. FLASH_ATTN's decodes are TRITON_ATTN's
+# unless native, and its other batches are those of native.
+OTHERS = [(torch.float16, CHECK_LAYOUTS[1]), (torch.float32, CHECK_LAYOUTS[3])]
+GRID = [
+    (name, dtype, layout)
+    for name in ("TRITON_ATTN", "FLASH_ATTN native")
+    for dtype, layout in [*((torch.bfloat16, layout) for layout in CHECK_LAYOUTS), *OTHERS]
+]
+GRID.append(("FLASH_ATTN", torch.bfloat16, CHECK_LAYOUTS[4]))
 
 
 def assert_close(cases: Iterable[Case]) -> None:
     """All cases within their tolerance; says every one that is not."""
     wrong = []
     for case in cases:
-        for seed in (1, 2):
-            instance = case.build(seed)
-            expected = instance.expected()
-            error = relative_error(instance.run(), expected)
-            if not error <= tolerance(case.dtype, interpreted=False):
-                wrong.append(f"{case.kernel} {case.shape} {case.dtype} seed {seed}: error {error:.2e}")
+        instance = case.build(1)
+        expected = instance.expected()
+        error = relative_error(instance.run(), expected)
+        if not error <= tolerance(case.dtype, interpreted=False):
+            wrong.append(f"{case.kernel} {case.shape} {case.dtype}: error {error:.2e}")
     assert not wrong, "\n".join(wrong)
 
 
-@pytest.mark.parametrize(("dtype", "layout"), GRID, ids=str)
-@pytest.mark.parametrize("name", BACKENDS)
+@pytest.mark.parametrize(("name", "dtype", "layout"), GRID, ids=str)
 def test_attention(name: str, dtype: torch.dtype, layout: Layout, device: torch.device) -> None:
     backend_class = BACKENDS[name]
     reason = backend_class.why_unavailable(layout.spec(device, dtype, 512))

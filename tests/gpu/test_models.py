@@ -1,4 +1,4 @@
-"""Whole models on the card: every mode, backend and kind of CUDA Graph computes the same log-probabilities.
+"""Whole models on the card: every mode and backend computes the log-probabilities of fp32.
 
 Prompts are fed in ways that reach each path: whole, in chunks beside decodes, and token by token, which runs the
 decode path over tokens that are known, so that rounding cannot send two runs down different texts.
@@ -32,16 +32,13 @@ MODELS = {
         tie_word_embeddings=False,
     ),
 }
+# The kinds of graph are compared with each other in test_cudagraphs.py; here everything is compared with fp32.
 RUNS: list[tuple[BackendName, Mode, CudaGraphMode]] = [
     ("FLASH_ATTN", "eager", "none"),
     ("TRITON_ATTN", "eager", "none"),
     ("TORCH_SDPA", "eager", "none"),
     ("FLASH_ATTN", "compile", "full_and_piecewise"),
     ("TRITON_ATTN", "compile", "full_and_piecewise"),
-    ("TORCH_SDPA", "compile", "full_and_piecewise"),
-    ("TRITON_ATTN", "compile", "none"),
-    ("TRITON_ATTN", "compile", "piecewise"),
-    ("FLASH_ATTN", "compile", "full"),
 ]
 PROMPTS = {
     f"r{i}": random.Random(i).choices(range(256), k=length) for i, length in enumerate((3, 17, 130, 64, 65, 300))
