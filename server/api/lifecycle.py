@@ -18,6 +18,7 @@ from server.api.chat_template import load_chat_template
 from server.api.engine_client import EngineClient
 from server.api.errors import aborted, engine_dead
 from server.api.http_protocol import HttpProtocol
+from server.api.log_limit import LogLimit
 from server.api.metrics import Metrics
 from server.api.sibling_metrics import SiblingMetrics
 from server.api.state import ApiState
@@ -47,6 +48,7 @@ class _Server(uvicorn.Server):
 def serve(child: Child, client_index: int) -> int:
     """Run the API process until it is told to stop; its exit code."""
     _raise_file_limit()
+    logging.getLogger("uvicorn.error").addFilter(LogLimit())
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         return runner.run(_Lifecycle(child, client_index).run())
 

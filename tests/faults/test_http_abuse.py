@@ -270,6 +270,15 @@ def test_out_of_file_descriptors(api: Server) -> None:
     assert ask(api) == "hello"
 
 
+def test_bad_requests_do_not_fill_the_log(capfd: pytest.CaptureFixture[str], api: Server) -> None:
+    for _ in range(200):
+        with api.raw() as connection:
+            connection.sendall(b"no HTTP at all\r\n\r\n")
+            assert connection.recv(4096).startswith(b"HTTP/1.1 400 ")
+    assert ask(api) == "hello"
+    assert 1 <= capfd.readouterr().err.count("Invalid HTTP request received.") <= 10
+
+
 def rss_bytes(server: Server) -> int:
     return int(Path(f"/proc/{server.api.process.pid}/statm").read_text().split()[1]) * resource.getpagesize()
 
