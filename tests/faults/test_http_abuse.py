@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import resource
 import socket
 from collections.abc import AsyncIterator, Iterator
@@ -270,13 +271,25 @@ def test_out_of_file_descriptors(api: Server) -> None:
     assert ask(api) == "hello"
 
 
-def test_bad_requests_do_not_fill_the_log(capfd: pytest.CaptureFixture[str], api: Server) -> None:
-    for _ in range(200):
-        with api.raw() as connection:
-            connection.sendall(b"no HTTP at all\r\n\r\n")
-            assert connection.recv(4096).startswith(b"HTTP/1.1 400 ")
-    assert ask(api) == "hello"
-    assert 1 <= capfd.readouterr().err.count("Invalid HTTP request received.") <= 10
+def test_bad_requests_do_not_fill_the_log(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    stderr = os.dup(2)
+    with log.open("wb") as file:
+        os.dup2(file.fileno(), 2)
+    try:
+        server = Server(tmp_path)
+    finally:
+        os.dup2(stderr, 2)
+        os.close(stderr)
+    try:
+        for _ in range(200):
+            with server.raw() as connection:
+                connection.sendall(b"no HTTP at all\r\n\r\n")
+                assert connection.recv(4096).startswith(b"HTTP/1.1 400 ")
+        assert ask(server) == "hello"
+    finally:
+        server.close()
+    assert 1 <= log.read_text().count("Invalid HTTP request received.") <= 10
 
 
 def rss_bytes(server: Server) -> int:
