@@ -338,3 +338,16 @@ def test_one_path_beside_a_base_revision_is_the_candidate(repository: Path, tmp_
     assert done.exit_code == 0, done.output
     verdict = json.loads((tmp_path / "out" / "verdict.json").read_bytes())
     assert (verdict["baseline"]["label"], verdict["candidate"]["label"]) == ("HEAD", str(repository))
+
+
+def test_calibration_runs_one_side_against_itself(tmp_path: Path) -> None:
+    (tmp_path / "suite.toml").write_text(SUITE)
+    fake = str(command(tmp_path, 1.0).command)
+    arguments = ["gate", "--calibrate", "--base-command", fake, "-s", str(tmp_path / "suite.toml")]
+    done = CliRunner().invoke(build_app(["gate"]), [*arguments, "-o", str(tmp_path / "out")], env={"COLUMNS": "180"})
+    assert done.exit_code == 0, done.output
+    calibration = json.loads((tmp_path / "out" / "calibration.json").read_bytes())
+    assert calibration["pairs"] == calibration["max_pairs"] == 6
+    assert [one["metric"] for one in calibration["metrics"]] == ["tpot_p50_s"]
+    few = CliRunner().invoke(build_app(["gate"]), [*arguments, "-o", str(tmp_path / "few"), "--max-pairs", "2"])
+    assert "2 pairs are too few" in str(few.exception)
