@@ -24,7 +24,7 @@ STYLES: dict[Status, str] = {
     "timeout": "red",
     "interrupted": "yellow",
 }
-_COLUMNS = pick("output_tokens_per_s", "ttft_p50_s", "ttft_p99_s", "tpot_p50_s", "itl_p99_s", "requests_per_s")
+_COLUMNS = pick("ttft_p50_s", "ttft_p99_s", "tpot_p50_s", "itl_p99_s", "requests_per_s")
 _STARTS = pick("to_healthy_cold_s", "to_healthy_warm_s", "to_first_token_cold_s", "to_first_token_warm_s")
 
 
@@ -82,12 +82,13 @@ def _group_tables(view: View) -> list[RenderableType]:
             continue
         table = _table(Text.assemble((group.model, "bold"), f"  {group.title}"))
         table.add_column("")
-        for metric in _COLUMNS:
+        columns = [group.throughput, *_COLUMNS]
+        for metric in columns:
             table.add_column(metric.label, justify="right")
         for cell in group.measured:
             style = STYLES[cell.status] if cell.status != "ok" else None
             table.add_row(
-                Text(view.variant_label(cell.config)), *(metric.text(cell) for metric in _COLUMNS), style=style
+                Text(view.variant_label(cell.config)), *(metric.text(cell) for metric in columns), style=style
             )
         tables.append(table)
     return tables

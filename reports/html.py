@@ -21,6 +21,7 @@ from reports.view import Choice, Variant, View, summarise
 
 COLUMNS = pick(
     "output_tokens_per_s",
+    "total_tokens_per_s",
     "steady_output_tokens_per_s",
     "requests_per_s",
     "goodput_requests_per_s",
@@ -105,8 +106,8 @@ def chart_sections(view: View, maker: FigureMaker) -> list[Section]:
         Section(
             "throughput",
             "Throughput",
-            "Output tokens per second of completed requests, from the first scheduled request to the last completion.",
-            [maker.bars(panel, METRICS["output_tokens_per_s"]) for panel in panels],
+            "Tokens of completed requests per second, from the first scheduled request to the last completion.",
+            [maker.bars(panel, panel.groups[0].throughput) for panel in panels],
         ),
         Section(
             "ttft",

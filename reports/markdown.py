@@ -14,7 +14,6 @@ from reports.view import COMPARED, View
 # GitHub refuses comments above 65,536 characters.
 MAX_CHARACTERS = 65_000
 _COLUMNS = pick(
-    "output_tokens_per_s",
     "ttft_p50_s",
     "ttft_p99_s",
     "tpot_p50_s",
@@ -75,11 +74,12 @@ def _groups(view: View) -> list[str]:
     for group in view.groups:
         if not group.measured:
             continue
+        columns = [group.throughput, *_COLUMNS]
         rows = [
-            [view.variant_label(cell.config), *(metric.text(cell) for metric in _COLUMNS)] for cell in group.measured
+            [view.variant_label(cell.config), *(metric.text(cell) for metric in columns)] for cell in group.measured
         ]
         title = f"### {escape_cell(group.model)}: {escape_cell(group.title)}"
-        sections.append("\n".join([title, "", _table(["", *(metric.label for metric in _COLUMNS)], rows), ""]))
+        sections.append("\n".join([title, "", _table(["", *(metric.label for metric in columns)], rows), ""]))
     return sections
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from reports.directory import ResultSet
-from reports.metrics import Metric, pick
+from reports.metrics import METRICS, Metric, pick
 from reports.schema import CellConfig, CellResult, Status
 
 PROBLEMS: tuple[Status, ...] = ("failed", "timeout", "invalid", "interrupted")
@@ -44,6 +44,13 @@ class Group:
     @property
     def title(self) -> str:
         return " · ".join(part for part in (self.load, self.arrival) if part)
+
+    @property
+    def throughput(self) -> Metric:
+        """Output tokens per second; all tokens where every answer is one token long and the prompt is the work."""
+        infos = [cell.workload for cell in self.cells]
+        prefill = all(info is not None and info.output_tokens_requested == info.requests for info in infos)
+        return METRICS["total_tokens_per_s" if prefill else "output_tokens_per_s"]
 
     @property
     def measured(self) -> list[CellResult]:

@@ -55,6 +55,38 @@ async def test_charts_are_drawn_controls_work_and_the_theme_follows(page_url: st
         assert page.problems == []
 
 
+async def test_every_view_of_every_chart_can_be_drawn(page_url: str) -> None:
+    async with open_page() as page:
+        await page.open(page_url)
+        empty = await page.evaluate(
+            """(async () => {
+                 const empty = [];
+                 for (const button of document.querySelectorAll(".controls button")) {
+                   button.click();
+                   await new Promise(requestAnimationFrame);
+                   const plot = document.getElementById(button.closest(".controls").dataset.controls);
+                   if (!plot.querySelector(".barlayer .point path, .scatterlayer .js-line"))
+                     empty.push(plot.id + " " + button.textContent);
+                 }
+                 return empty;
+               })()"""
+        )
+        assert empty == []
+        assert await page.evaluate('document.querySelectorAll(".controls button").length') >= 12
+        assert page.problems == []
+
+
+async def test_what_cannot_run_is_told_with_its_reason(page_url: str) -> None:
+    async with open_page() as page:
+        await page.open(page_url)
+        text = await page.evaluate('document.getElementById("unsupported").innerText')
+        assert "compile · FLASH_ATTN" in text
+        assert "needs the package flash-attn-4" in text
+        assert "out of memory <b>not markup</b>" in await page.evaluate(
+            'document.querySelector("#problems pre").textContent'
+        )
+
+
 async def test_a_dark_phone_has_no_sideways_scroll(page_url: str) -> None:
     async with open_page() as page:
         await page.open(page_url, width=390, height=844, dark=True)

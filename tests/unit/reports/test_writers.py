@@ -202,6 +202,22 @@ def test_embedded_json_refuses_what_is_not_json() -> None:
         embed_json([float("nan")])
 
 
+@pytest.mark.parametrize("name", ["md", "html"])
+def test_one_token_answers_are_measured_by_all_tokens(name: str) -> None:
+    result = samples.cell("eager", "TORCH_SDPA", 2.0)
+    assert result.workload is not None
+    assert result.metrics is not None
+    result.workload.output_tokens_requested = result.workload.requests
+    total = METRICS["total_tokens_per_s"]
+    text = FORMATS[name](only(result))
+    if name == "md":
+        assert f"|  | {total.label} | TTFT p50 |" in text
+        assert f"| eager · TORCH\\_SDPA | {total.text(result)} |" in text
+    view = View(only(result))
+    figure = chart_sections(view, FigureMaker(view))[0].figures[0]
+    assert figure.subtitle.startswith("Total tok/s")
+
+
 def test_logs_get_a_width_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("COLUMNS", raising=False)
     assert report_console().width == 140
