@@ -26,6 +26,8 @@ def linear_cases(
     for label, (n, k) in (SMALL_MATRICES if small else MATRICES).items():
         for m in rows:
             yield _case(device, dtype, "gemv", label, m, n, k, bias=label == "ragged")
+            if m == 1 and label == "gate_up":
+                yield _gated(device, dtype, n, k)
             if with_cublas:
                 yield _case(device, dtype, "cublas", label, m, n, k, bias=False)
 
@@ -50,3 +52,23 @@ def _case(
 
     moved = dtype.itemsize * (n * k + m * (n + k))
     return Case(f"linear/{kernel}", f"{label} {m} x {n} x {k}", dtype, moved, 2 * m * n * k, build)
+
+
+def _gated(device: torch.device, dtype: torch.dtype, n: int, k: int) -> Case:
+    """One row through the merged gate and up projection and the activation, in one launch."""
+
+    def build(seed: int) -> Instance:
+        from server.kernels.gemv import gated_gemv
+
+        generator = torch.Generator(device=device).manual_seed(seed)
+        x = torch.empty(1, k, dtype=dtype, device=device).normal_(generator=generator)
+        weight = torch.empty(n, k, dtype=dtype, device=device).normal_(generator=generator) * k**-0.5
+
+        def expected() -> tuple[torch.Tensor, ...]:
+            gate, up = F.linear(x.float(), weight.float()).chunk(2, dim=-1)
+            return (F.silu(gate) * up,)
+
+        return Instance(lambda: (gated_gemv(x, weight, None),), expected)
+
+    moved = dtype.itemsize * (n * k + k + n // 2)
+    return Case("linear/gated_gemv", f"gate_up 1 x {n} x {k}", dtype, moved, 2 * n * k, build)

@@ -74,6 +74,47 @@ def _gemv_kernel(
     tl.store(out_ptr + columns, total.to(out_ptr.dtype.element_ty), mask=column_mask)
 
 
+@triton.jit
+def _gated_gemv_kernel(
+    x_ptr,
+    weight_ptr,
+    bias_ptr,
+    out_ptr,
+    K: tl.constexpr,
+    N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+):
+    """One row of x: a program makes one element of `silu(gate) * up` from rows n and n + N of the weight. Rounds where
+    the projection and `server.layers.activation.SiluAndMul` round."""
+    column = tl.program_id(0)
+    offs_k = tl.arange(0, BLOCK_K)
+    gate_row = weight_ptr + column.to(tl.int64) * K
+    up_row = gate_row + N * K
+    gates = tl.zeros((BLOCK_K,), dtype=tl.float32)
+    ups = tl.zeros((BLOCK_K,), dtype=tl.float32)
+    for k in tl.range(0, K // BLOCK_K * BLOCK_K, BLOCK_K, loop_unroll_factor=4):
+        x = tl.load(x_ptr + k + offs_k).to(tl.float32)
+        gates += tl.load(gate_row + k + offs_k).to(tl.float32) * x
+        ups += tl.load(up_row + k + offs_k).to(tl.float32) * x
+    if K % BLOCK_K:
+        offs_tail = K // BLOCK_K * BLOCK_K + offs_k
+        mask = offs_tail < K
+        x = tl.load(x_ptr + offs_tail, mask=mask, other=0.0).to(tl.float32)
+        gates += tl.load(gate_row + offs_tail, mask=mask, other=0.0).to(tl.float32) * x
+        ups += tl.load(up_row + offs_tail, mask=mask, other=0.0).to(tl.float32) * x
+    gate = tl.sum(gates, 0)
+    up = tl.sum(ups, 0)
+    if HAS_BIAS:
+        gate += tl.load(bias_ptr + column).to(tl.float32)
+        up += tl.load(bias_ptr + N + column).to(tl.float32)
+    dtype: tl.constexpr = out_ptr.dtype.element_ty
+    gate = gate.to(dtype).to(tl.float32)
+    up = up.to(dtype).to(tl.float32)
+    silu = (gate / (1.0 + tl.exp(-gate))).to(dtype).to(tl.float32)
+    tl.store(out_ptr + column, (silu * up).to(dtype))
+
+
 @triton.jit(do_not_specialize=["num_rows"])
 def _skinny_kernel(
     x_ptr,
@@ -135,4 +176,19 @@ def gemv(
     kernel = _bound(x.dtype, k, n, skinny, bias is not None, config)
     tensors = (x, weight, weight if bias is None else bias, out)
     kernel((-(-n // config.block_n), 1, 1), tensors, (rows,) if skinny else ())
+    return out
+
+
+@cached
+def _bound_gated(dtype: torch.dtype, k: int, n: int, has_bias: bool) -> Prebound:
+    config = GEMV_TABLE[1]
+    return Prebound(_gated_gemv_kernel, (k, n, config.block_k, has_bias), num_warps=config.num_warps, num_stages=1)
+
+
+def gated_gemv(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """`silu(gate) * up` of a merged projection: x (1, K) contiguous, weight (2N, K) that `supports` admits; (1, N)."""
+    k, n = weight.shape[1], weight.shape[0] // 2
+    out = torch.empty((1, n), dtype=x.dtype, device=x.device)
+    kernel = _bound_gated(x.dtype, k, n, bias is not None)
+    kernel((n, 1, 1), (x, weight, weight if bias is None else bias, out))
     return out

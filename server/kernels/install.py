@@ -17,18 +17,18 @@ import torch.nn.functional as F
 from torch import nn
 
 from server.forward_context import get_forward_context
-from server.kernels import linear_op as _linear_op  # noqa: F401 - registers torch.ops.benchserve.linear
 from server.kernels.activation import silu_and_mul
 from server.kernels.embedding import embedding
 from server.kernels.gemv import MAX_ROWS, gemv, supports
 from server.kernels.launch import WARM_UP_THREADS
+from server.kernels.linear_op import gated_linear, linear
 from server.kernels.norm import add_rms_norm, rms_norm
 from server.kernels.rotary import rotary
 from server.layers.attention import RotateAndStore
 from server.layers.kernel_layer import KernelFactory, install_kernels
 from server.layers.linear import Embedding, Linear
 from server.layers.norm import RMSNorm
-from server.models.decoder import SelfAttention
+from server.models.decoder import FeedForward, SelfAttention
 
 Forward = Callable[..., Any]
 
@@ -46,18 +46,25 @@ def install_eager_kernels(model: nn.Module) -> Counter[str]:
         if isinstance(module, SelfAttention):
             module.forward = _self_attention(module)  # type: ignore[method-assign]
             installed["rotary"] += 1
+        elif isinstance(module, FeedForward) and supports(module.gate_up_proj.weight):
+            module.forward = _feed_forward(module, gated_linear)  # type: ignore[method-assign]
+            installed["gated_linear"] += 1
     return installed
 
 
 def install_compiled_kernels(model: nn.Module) -> Counter[str]:
-    """Replace the projections by `torch.ops.benchserve.linear`, and what lies between projection and attention by the
-    rotary kernel within the attention operator; returns how many of each. For models that are compiled."""
+    """Replace the projections by `torch.ops.benchserve.linear` and `gated_linear`, and what lies between projection and
+    attention by the rotary kernel within the attention operator; returns how many of each. For models that are
+    compiled."""
     installed = install_kernels(model, {"linear": _linear_operator})
     for module in model.modules():
         if isinstance(module, SelfAttention):
             module.attn.rotate_and_store = _rotate_and_store(module)
             module.forward = _compiled_self_attention(module)  # type: ignore[method-assign]
             installed["rotary"] += 1
+        elif isinstance(module, FeedForward) and supports(module.gate_up_proj.weight):
+            module.forward = _feed_forward(module, torch.ops.benchserve.gated_linear.default)  # type: ignore[method-assign]
+            installed["gated_linear"] += 1
     return installed
 
 
@@ -88,6 +95,12 @@ def _linear(layer: Linear) -> Forward | None:
         return F.linear(x, weight, bias)
 
     return forward
+
+
+def _feed_forward(layer: FeedForward, gated: Forward) -> Forward:
+    """The gated feed-forward network with its first projection and its activation in one, as `gated` has it."""
+    weight, bias, down_proj = layer.gate_up_proj.weight, layer.gate_up_proj.bias, layer.down_proj
+    return lambda hidden: down_proj(gated(hidden, weight, bias))
 
 
 def _linear_operator(layer: Linear) -> Forward | None:
@@ -183,16 +196,19 @@ def _norms(layer: SelfAttention) -> tuple[tuple[torch.Tensor, torch.Tensor] | No
 
 @torch.inference_mode()
 def warm_up_projections(model: nn.Module) -> None:
-    """Compile the GEMV for every distinct projection of `model`: for one row, and for the several that share one."""
-    distinct: dict[tuple[torch.Size, bool], Linear] = {}
-    for layer in model.modules():
+    """Compile the kernels of every distinct projection of `model`: for one row, and for the several that share one."""
+    distinct: dict[tuple[torch.Size, bool, bool], tuple[Linear, Forward]] = {}
+    for module in model.modules():
+        gated = isinstance(module, FeedForward)
+        layer = module.gate_up_proj if isinstance(module, FeedForward) else module
         if isinstance(layer, Linear) and supports(layer.weight):
-            distinct.setdefault((layer.weight.shape, layer.bias is not None), layer)
+            function = gated_linear if gated else linear
+            distinct.setdefault((layer.weight.shape, layer.bias is not None, gated), (layer, function))
 
-    def run(task: tuple[Linear, int]) -> None:
-        layer, rows = task
-        layer(layer.weight.new_zeros(rows, layer.in_features))
+    def run(task: tuple[Linear, Forward, int]) -> None:
+        layer, function, rows = task
+        function(layer.weight.new_zeros(rows, layer.in_features), layer.weight, layer.bias)
 
     # Triton compiles outside of the interpreter's lock for the most part.
     with ThreadPoolExecutor(WARM_UP_THREADS, thread_name_prefix="projections") as pool:
-        list(pool.map(run, [(layer, rows) for layer in distinct.values() for rows in (1, 2)]))
+        list(pool.map(run, [(*pair, rows) for pair in distinct.values() for rows in (1, 2)]))

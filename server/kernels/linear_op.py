@@ -1,4 +1,4 @@
-"""`torch.ops.benchserve.linear`: a projection that picks its kernel by the number of rows it gets.
+"""`torch.ops.benchserve.linear` and `gated_linear`: projections that pick their kernel by the number of rows they get.
 
 Opaque to Dynamo and Inductor, so a compiled piece keeps the choice until it runs, which is when a CUDA Graph of a given
 size is captured: graphs of one to eight tokens hold the GEMV, larger ones hold cuBLAS.
@@ -9,7 +9,8 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from server.kernels.gemv import MAX_ROWS, gemv, supports
+from server.kernels.activation import silu_and_mul
+from server.kernels.gemv import MAX_ROWS, gated_gemv, gemv, supports
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
@@ -17,6 +18,22 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> 
     if 0 < x.shape[0] <= MAX_ROWS and x.is_contiguous() and supports(weight):
         return gemv(x, weight, bias)
     return F.linear(x, weight, bias)
+
+
+def gated_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """`silu(gate) * up` of the merged projection `linear(x, weight, bias)`: x (M, K), weight (2N, K) -> (M, N)."""
+    if x.shape[0] == 1 and x.is_contiguous() and supports(weight):
+        return gated_gemv(x, weight, bias)
+    return silu_and_mul(linear(x, weight, bias))
+
+
+def _gated_linear_cpu(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    gate, up = F.linear(x, weight, bias).chunk(2, dim=-1)
+    return F.silu(gate) * up
+
+
+def _gated_linear_fake(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    return x.new_empty((x.shape[0], weight.shape[0] // 2))
 
 
 def _linear_fake(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
@@ -29,3 +46,7 @@ _library.define("linear(Tensor x, Tensor weight, Tensor? bias) -> Tensor")
 _library.impl("linear", linear, "CUDA")
 _library.impl("linear", F.linear, "CPU")
 torch.library.register_fake("benchserve::linear", _linear_fake, lib=_library)
+_library.define("gated_linear(Tensor x, Tensor weight, Tensor? bias) -> Tensor")
+_library.impl("gated_linear", gated_linear, "CUDA")
+_library.impl("gated_linear", _gated_linear_cpu, "CPU")
+torch.library.register_fake("benchserve::gated_linear", _gated_linear_fake, lib=_library)

@@ -106,7 +106,7 @@ def test_profiling_without_a_cache_runs_and_is_finite() -> None:
 def test_compiled_kernels_replace_half_precision_projections_only() -> None:
     assert install_compiled_kernels(make_model(qk_norm=False, qkv_bias=False))["linear"] == 0
     half = make_model(qk_norm=False, qkv_bias=False).to(torch.bfloat16)
-    assert install_compiled_kernels(half)["linear"] == 2 * 4 + 1
+    assert install_compiled_kernels(half) == {"linear": 2 * 4 + 1, "rotary": 2, "gated_linear": 2}
 
 
 def test_linear_operator_traces_and_matches(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -115,3 +115,8 @@ def test_linear_operator_traces_and_matches(monkeypatch: pytest.MonkeyPatch) -> 
         lambda x: torch.ops.benchserve.linear(x, weight, bias), backend="aot_eager", fullgraph=True
     )
     torch.testing.assert_close(compiled(x), torch.nn.functional.linear(x, weight, bias))
+    gated: Callable[..., torch.Tensor] = torch.compile(
+        lambda x: torch.ops.benchserve.gated_linear(x, weight, bias), backend="aot_eager", fullgraph=True
+    )
+    gate, up = torch.nn.functional.linear(x, weight, bias).chunk(2, dim=-1)
+    torch.testing.assert_close(gated(x), torch.nn.functional.silu(gate) * up)
