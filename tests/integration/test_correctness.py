@@ -84,6 +84,7 @@ def test_a_seeded_request_does_not_depend_on_its_company(server: Server, alone: 
             id="tiny pool, synchronous, no prefix cache",
         ),
         pytest.param(("--max-num-batched-tokens", "16"), False, id="chunks of 16 tokens"),
+        pytest.param(("--api-server-count", "2"), False, id="two API processes"),
     ],
 )
 def test_in_another_configuration(
@@ -96,4 +97,6 @@ def test_in_another_configuration(
         assert bool(after["num_preemptions_total"]) == preempted
         assert bool(after["prefix_cache_queries_total"]) == ("--no-enable-prefix-caching" not in arguments)
         assert after["kv_cache_usage_perc"] == 0
+        assert after["generation_tokens_total"] == len(REQUESTS) * TOKENS
+        assert after["request_success_total:length"] == len(REQUESTS)
         assert after["num_compilations_total"] == after["num_jit_events_total"] == 0
