@@ -12,6 +12,9 @@ STOPPED_LIMIT_S = 2.0
 SILENCE_LIMIT_S = 30.0
 """How long a main loop that has begun to beat may pause. Loops beat every second; what is long (a compilation, a step
 on the device) happens in the worker, which does not beat: its steps have a limit of their own in the engine."""
+_STOPPED = b"T"
+# A debugger holds it: that is nobody's fault.
+_TRACED = b"t"
 # A check that comes this late says that the supervisor was suspended, with its children or without.
 _SUSPENDED_S = 5.0
 
@@ -28,12 +31,13 @@ class Watch:
 
     def check(self, now: float) -> str | None:
         """What is wrong with the child at `now` (seconds of the monotonic clock); None while all is well."""
-        suspended = now - self._checked > _SUSPENDED_S
+        state = _state(self._pid)
+        suspended = now - self._checked > _SUSPENDED_S or state == _TRACED
         self._checked = now
         beats = self._pulse.read()
         if beats != self._beats or suspended:
             self._beats, self._beat_at = beats, now
-        if not _is_stopped(self._pid):
+        if state != _STOPPED:
             self._stopped_at = None
         elif self._stopped_at is None or suspended:
             self._stopped_at = now
@@ -47,9 +51,9 @@ class Watch:
         self._pulse.close()
 
 
-def _is_stopped(pid: int) -> bool:
-    """Whether the process is in job-control stop (`T`); one that a debugger holds (`t`) is not."""
+def _state(pid: int) -> bytes:
+    """The letter of the process' state in /proc, see proc(5)."""
     try:
-        return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[0] == b"T"
+        return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[0]
     except OSError:  # gone: its pidfd tells
-        return False
+        return b"X"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 import subprocess
@@ -106,3 +107,16 @@ def test_a_process_that_ended_is_no_business_of_the_watchdog(child: Child) -> No
     child.process.kill()
     child.process.wait()
     assert child.check_until(100, 110) is None
+
+
+def test_a_process_that_a_debugger_holds_is_left_alone(child: Child) -> None:
+    ptrace = ctypes.CDLL(None, use_errno=True).ptrace
+    attach, detach = 16, 17
+    child.beat()
+    if ptrace(attach, child.process.pid, None, None) != 0:
+        pytest.skip("tracing is not allowed here")
+    os.waitpid(child.process.pid, os.WUNTRACED)
+    assert child.check_until(100, 100 + 3 * SILENCE_LIMIT_S) is None
+    ptrace(detach, child.process.pid, None, None)
+    child.beat()
+    assert child.check_until(200, 201) is None
