@@ -71,16 +71,9 @@ def _decode_trials(device: torch.device, dtype: torch.dtype, page: int, head_dim
     spec = layout.spec(device, dtype, 256)
     scratch = DecodeScratch(device, *LLAMA_8B[:2], head_dim, 256)
     tiles = [
-        (32, 4, 3),
-        (32, 4, 4),
-        (64, 4, 2),
-        (64, 4, 3),
-        (64, 4, 4),
-        (64, 8, 3),
-        (128, 4, 2),
-        (128, 8, 2),
-        (128, 8, 3),
-    ]
+        (32, 2, 5), (32, 4, 5), (32, 4, 7), (64, 2, 3), (64, 2, 5), (64, 2, 7), (64, 4, 3), (64, 4, 5), (64, 4, 7),
+        (64, 8, 5), (128, 4, 2), (128, 4, 5), (128, 8, 2), (128, 8, 5),
+    ]  # fmt: skip
     trials = []
     for seqs, length in DECODE_SHAPES:
         for (block_n, warps, stages), target in itertools.product(tiles, (132, 264, 528, 1056, 2112)):
@@ -114,8 +107,8 @@ def _prefill_trials(device: torch.device, dtype: torch.dtype, page: int, head_di
     layout = Layout(*LLAMA_8B[:2], head_dim, page)
     spec = layout.spec(device, dtype, 256)
     tiles = [
-        (128, 128, 8, 2), (128, 128, 8, 3), (128, 64, 8, 2), (128, 64, 8, 3), (128, 64, 8, 4), (128, 64, 4, 3),
-        (128, 32, 8, 3), (64, 64, 4, 2), (64, 64, 4, 3), (64, 128, 4, 3), (256, 64, 8, 3),
+        (128, 128, 8, 2), (128, 128, 8, 3), (128, 64, 8, 2), (128, 64, 8, 3), (128, 64, 8, 5), (128, 64, 4, 3),
+        (128, 32, 8, 3), (64, 64, 4, 2), (64, 64, 4, 3), (64, 64, 4, 5), (64, 128, 4, 3), (256, 64, 8, 3),
     ]  # fmt: skip
     trials = []
     for query_lens, seq_lens in PREFILL_SHAPES:

@@ -1,7 +1,8 @@
 """Launch parameters of the paged attention kernels, as tables: nothing is tuned while requests wait.
 
-Keys are upper bounds, looked up in order. The entries are the best of a sweep over tile sizes, warps, stages and
-split targets on one H200 (`benchctl kernels --sweep` prints the candidates); other devices use the same table.
+Keys are upper bounds, looked up in order. The entries for 16-bit elements and heads of 128 are the best of a sweep over
+tile sizes, warps, stages and split targets on one H200 (`benchctl kernels --sweep` prints the candidates); the other
+rows follow from them by size and have not been swept. All devices use the same table.
 """
 
 from __future__ import annotations
@@ -40,11 +41,21 @@ MAX_SPLITS = 64
 MIN_SPLITS = 4
 """Splits allowed however large the batch is, so that one long sequence among many short ones does not run alone."""
 
-# (padded head size, bytes per element) -> {upper bound of the number of sequences: config}
+# (padded head size, bytes per element) -> {upper bound of the number of sequences: config}. Two warps and five stages
+# read fastest at every batch size: the look-up of a page takes two of the stages, so that two tiles are on their way
+# while one is computed with (three or four stages leave one).
 DECODE_TABLE: dict[tuple[int, int], dict[int, DecodeConfig]] = {
-    (64, 2): {8: DecodeConfig(64, 4, 3, 264, 64), 1 << 30: DecodeConfig(64, 4, 3, 1056, 256)},
-    (128, 2): {8: DecodeConfig(64, 4, 3, 264, 64), 1 << 30: DecodeConfig(64, 4, 3, 1056, 256)},
-    (256, 2): {8: DecodeConfig(32, 4, 2, 264, 64), 1 << 30: DecodeConfig(32, 4, 2, 1056, 256)},
+    (64, 2): {
+        4: DecodeConfig(64, 2, 5, 132, 64),
+        16: DecodeConfig(64, 2, 5, 264, 256),
+        1 << 30: DecodeConfig(64, 2, 5, 528, 256),
+    },
+    (128, 2): {
+        4: DecodeConfig(64, 2, 5, 132, 64),
+        16: DecodeConfig(64, 2, 5, 264, 256),
+        1 << 30: DecodeConfig(64, 2, 5, 528, 256),
+    },
+    (256, 2): {8: DecodeConfig(32, 4, 5, 264, 64), 1 << 30: DecodeConfig(32, 4, 5, 528, 256)},
     (64, 4): {1 << 30: DecodeConfig(32, 4, 2, 528, 64)},
     (128, 4): {1 << 30: DecodeConfig(32, 4, 2, 528, 64)},
     (256, 4): {1 << 30: DecodeConfig(16, 4, 2, 528, 64)},
@@ -52,16 +63,8 @@ DECODE_TABLE: dict[tuple[int, int], dict[int, DecodeConfig]] = {
 
 # (padded head size, bytes per element) -> {upper bound of rows (longest query x group): config}
 PREFILL_TABLE: dict[tuple[int, int], dict[int, PrefillConfig]] = {
-    (64, 2): {
-        16: PrefillConfig(16, 64, 4, 3),
-        64: PrefillConfig(64, 64, 4, 3),
-        1 << 30: PrefillConfig(128, 64, 8, 3),
-    },
-    (128, 2): {
-        16: PrefillConfig(16, 64, 4, 3),
-        64: PrefillConfig(64, 64, 4, 3),
-        1 << 30: PrefillConfig(128, 64, 8, 3),
-    },
+    (64, 2): {16: PrefillConfig(16, 64, 4, 3), 1 << 30: PrefillConfig(64, 64, 4, 3)},
+    (128, 2): {16: PrefillConfig(16, 64, 4, 3), 1 << 30: PrefillConfig(64, 64, 4, 3)},
     (256, 2): {
         16: PrefillConfig(16, 32, 4, 2),
         64: PrefillConfig(64, 32, 4, 2),

@@ -94,16 +94,11 @@ def _decode_kernel(
     acc = tl.zeros((BLOCK_G, BLOCK_D), dtype=tl.float32)
     row_max = tl.full((BLOCK_G,), float("-inf"), dtype=tl.float32)
     row_sum = tl.zeros((BLOCK_G,), dtype=tl.float32)
-    full_end = start + (end - start) // BLOCK_N * BLOCK_N
-    for first in tl.range(start, full_end, BLOCK_N):
+    # One loop, masked throughout: the last tile, nearly always a partial one, is read ahead like the others.
+    for first in tl.range(start, end, BLOCK_N):
         acc, row_max, row_sum = attend_tile(
-            q, k_base, v_base, table, first, end, positions, offs_d, d_mask,
+            q, k_base, v_base, table, tl.multiple_of(first, BLOCK_N), end, positions, offs_d, d_mask,
             acc, row_max, row_sum, scale_log2,
-            BLOCK_G, BLOCK_N, NUM_KV_HEADS * HEAD_DIM, PAGE, BLOCK_D != HEAD_DIM, False, UPCAST,
-        )  # fmt: skip
-    if full_end < end:
-        acc, row_max, row_sum = attend_tile(
-            q, k_base, v_base, table, full_end, end, positions, offs_d, d_mask, acc, row_max, row_sum, scale_log2,
             BLOCK_G, BLOCK_N, NUM_KV_HEADS * HEAD_DIM, PAGE, BLOCK_D != HEAD_DIM, True, UPCAST,
         )  # fmt: skip
 

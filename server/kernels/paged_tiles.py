@@ -37,8 +37,10 @@ def tile_offsets(
 def load_tile(pointers, offs_n, limit, d_mask, PAD_D: tl.constexpr, MASKED: tl.constexpr):
     """Rows of the cache. What lies past `limit` or past the head size reads as zero, whatever the cache holds there:
     a NaN in an unused slot must not meet the zero probability that masks it."""
-    if MASKED:
+    if MASKED and PAD_D:
         return tl.load(pointers, mask=(offs_n < limit)[:, None] & d_mask[None, :], other=0.0)
+    elif MASKED:
+        return tl.load(pointers, mask=(offs_n < limit)[:, None], other=0.0)
     elif PAD_D:
         return tl.load(pointers, mask=d_mask[None, :], other=0.0)
     else:
