@@ -111,7 +111,7 @@ def _decode_kernel(
     cell = (seq * NUM_KV_HEADS + kv_head).to(tl.int64)
     g_mask = offs_g < GROUP
     stat = stats_ptr + (cell * max_splits + split) * (2 * GROUP) + offs_g
-    tl.store(stat, row_max, mask=g_mask)
+    tl.store(stat, row_max * scale_log2, mask=g_mask)
     tl.store(stat + GROUP, row_sum, mask=g_mask)
     part = partial_ptr + (cell * max_splits + split) * (GROUP * HEAD_DIM)
     tl.store(part + offs_g[:, None] * HEAD_DIM + offs_d[None, :], acc, mask=io_mask)

@@ -85,17 +85,18 @@ def attend_tile(
     """One step of the online softmax over the keys `first .. first + BLOCK_N`.
 
     Without MASKED every row may see every key of the tile. With it, row r sees positions <= `q_positions[r]`, and
-    only positions < `limit` are read. `row_max` is in units of log2.
+    only positions < `limit` are read. `row_max` is that of the unscaled scores.
     """
     offs_n = first + tl.arange(0, BLOCK_N)
     offsets = tile_offsets(block_table, offs_n, first, limit, offs_d, ROW_STRIDE, BLOCK_N, PAGE, MASKED)
     k = load_tile(k_base + offsets, offs_n, limit, d_mask, PAD_D, MASKED)
-    scores = multiply_add(q, tl.trans(k), tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32), UPCAST) * scale_log2
+    scores = multiply_add(q, tl.trans(k), tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32), UPCAST)
     if MASKED:
         scores = tl.where(offs_n[None, :] <= q_positions[:, None], scores, float("-inf"))
     new_max = tl.maximum(row_max, tl.max(scores, 1))
-    weights = tl.exp2(scores - new_max[:, None])
-    rescale = tl.exp2(row_max - new_max)
+    # One multiply-add an element: the scale, which is positive, is applied with the subtraction.
+    weights = tl.exp2(scores * scale_log2 - (new_max * scale_log2)[:, None])
+    rescale = tl.exp2((row_max - new_max) * scale_log2)
     row_sum = row_sum * rescale + tl.sum(weights, 1)
     v = load_tile(v_base + offsets, offs_n, limit, d_mask, PAD_D, MASKED)
     acc = multiply_add(weights.to(v.dtype), v, acc * rescale[:, None], UPCAST)
