@@ -12,9 +12,17 @@ from server.engine.request import Request
 _ROOT = b""
 
 
-def hash_block(parent: bytes, token_ids: list[int]) -> bytes:
-    """SHA-256 of the parent block's hash and the block's tokens: equal only for equal prefixes."""
-    return hashlib.sha256(parent + array("q", token_ids).tobytes()).digest()
+def hash_blocks(parent: bytes, token_ids: list[int], block_size: int) -> list[bytes]:
+    """SHA-256 of each full block of `token_ids` with the hash of the block before it, `parent` for the first: equal
+    only for equal prefixes."""
+    # One conversion for all blocks: it costs as much as the hash.
+    data = array("q", token_ids).tobytes()
+    size = block_size * 8
+    hashes = []
+    for start in range(0, len(data) - size + 1, size):
+        parent = hashlib.sha256(parent + data[start : start + size]).digest()
+        hashes.append(parent)
+    return hashes
 
 
 class KVCacheManager:
@@ -42,8 +50,9 @@ class KVCacheManager:
         if not self.enable_prefix_caching or request.sampling.prompt_logprobs is not None:
             return []
         blocks = []
-        for i in range((len(request.token_ids) - 1) // self.block_size):
-            block = self.pool.find(self._hash(request, i))
+        count = (len(request.token_ids) - 1) // self.block_size
+        for digest in self._hashes(request, count)[:count]:
+            block = self.pool.find(digest)
             if block is None:
                 break
             blocks.append(block)
@@ -89,8 +98,9 @@ class KVCacheManager:
         if not self.enable_prefix_caching:
             return
         full = min(request.num_computed, len(request.token_ids)) // self.block_size
+        hashes = self._hashes(request, full)
         for i in range(request.num_cached_blocks, full):
-            self.pool.cache(request.block_ids[i], self._hash(request, i))
+            self.pool.cache(request.block_ids[i], hashes[i])
         request.num_cached_blocks = max(request.num_cached_blocks, full)
         request.cache_at = (request.num_cached_blocks + 1) * self.block_size
 
@@ -100,10 +110,11 @@ class KVCacheManager:
         request.block_ids = []
         request.capacity = 0
 
-    def _hash(self, request: Request, index: int) -> bytes:
+    def _hashes(self, request: Request, count: int) -> list[bytes]:
+        """Hashes of the request's first `count` blocks, maybe of more; all their tokens must be known."""
         hashes = request.block_hashes
-        while len(hashes) <= index:
-            i = len(hashes)
-            tokens = request.token_ids[i * self.block_size : (i + 1) * self.block_size]
-            hashes.append(hash_block(hashes[-1] if hashes else _ROOT, tokens))
-        return hashes[index]
+        done = len(hashes)
+        if done < count:
+            tokens = request.token_ids[done * self.block_size : count * self.block_size]
+            hashes += hash_blocks(hashes[-1] if hashes else _ROOT, tokens, self.block_size)
+        return hashes

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from server.engine.kv_cache_manager import KVCacheManager, hash_block
+from server.engine.kv_cache_manager import KVCacheManager, hash_blocks
 from server.engine.request import Request
 from server.ipc.api_to_engine import AddRequest
 from server.sampling_params import SamplingParams
@@ -23,9 +23,12 @@ def computed(kv: KVCacheManager, request: Request, count: int | None = None) -> 
 
 
 def test_hashes_are_chained() -> None:
-    a = hash_block(b"", [1, 2])
-    assert a == hash_block(b"", [1, 2])
-    assert len({a, hash_block(b"", [2, 1]), hash_block(a, [1, 2]), hash_block(b"", [1, 2, 0])}) == 4
+    first, second = hash_blocks(b"", [1, 2, 1, 2, 9], 2)
+    assert first != second, "equal tokens behind another prefix"
+    assert hash_blocks(first, [1, 2], 2) == [second]
+    assert hash_blocks(b"", [1, 2, 3, 4], 2)[0] == first
+    assert hash_blocks(b"", [2, 1], 2) != [first]
+    assert hash_blocks(b"", [1], 2) == []
 
 
 def test_finds_the_longest_known_prefix_and_leaves_a_token() -> None:
