@@ -81,6 +81,8 @@ class MockServer:
             )
         except OSError as error:
             self._timer.close()
+            if self._log is not None:
+                self._log.close()
             raise UserError(
                 f"cannot listen on {self.options.host}:{self.options.port}: {error.strerror or error}"
             ) from None

@@ -32,7 +32,11 @@ def running_mock(**options: Any) -> Iterator[MockServer]:
     """A mock that serves until the end of the block; its log is written then."""
     server = MockServer(MockOptions(**options))
     loop = asyncio.new_event_loop()
-    loop.run_until_complete(server.start())
+    try:
+        loop.run_until_complete(server.start())
+    except BaseException:
+        loop.close()
+        raise
     thread = threading.Thread(target=loop.run_forever)
     thread.start()
     try:
