@@ -6,6 +6,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from server.sampling_params import SamplingParams
 from tests.unit.engine.simulation import Setup, Simulation
 
 
@@ -28,6 +29,21 @@ def test_long_random_traffic(depth: int, policy: str, prefix_caching: bool) -> N
     assert bool(simulation.kv.num_hits) == prefix_caching
 
 
+@pytest.mark.parametrize("token_budget", [8, 16, 64])
+def test_preemption_does_not_thrash(token_budget: int) -> None:
+    """Chunks that were computed are rarely computed again, though the pool holds three requests of forty."""
+    setup = Setup(num_blocks=40, max_num_seqs=16, token_budget=token_budget, max_model_len=80, prefix_caching=False)
+    simulation = Simulation(setup, seed=1)
+    needed = 0
+    for i in range(40):
+        prompt = [i] * (30 + i % 20)
+        simulation.add(prompt, SamplingParams(max_tokens=20))
+        needed += len(prompt) + 20
+    simulation.drain()
+    assert simulation.scheduler.num_preemptions > 0
+    assert simulation.worker.num_computed < 1.5 * needed
+
+
 setups = st.builds(
     Setup,
     num_blocks=st.integers(1, 40),
@@ -44,7 +60,7 @@ setups = st.builds(
 ).filter(lambda setup: setup.num_blocks * setup.block_size >= 2)
 
 
-@settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(setup=setups, seed=st.integers(0, 2**32), turns=st.integers(1, 120))
 def test_any_sizes(setup: Setup, seed: int, turns: int) -> None:
     simulation = Simulation(setup, seed)

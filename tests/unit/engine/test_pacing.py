@@ -1,0 +1,57 @@
+"""When the next step is due, on a clock of the test's own."""
+
+from __future__ import annotations
+
+from server.engine.pacing import HOST_FACTOR, MARGIN_NS, Pacer
+
+MS = 1_000_000
+
+
+def run_decodes(pacer: Pacer, durations_ms: list[int], host_ms: int = 1, start: int = 0) -> int:
+    """Steps one after another, the next one sent while one runs; returns the time of the last result."""
+    now = start
+    pacer.scheduled(now, True)
+    for duration in durations_ms:
+        pacer.scheduled(now, True)
+        now += duration * MS
+        pacer.finished(now, host_ms * MS)
+    return now
+
+
+def test_a_step_is_due_before_the_one_that_runs_ends() -> None:
+    pacer = Pacer()
+    now = run_decodes(pacer, [10, 12])
+    assert pacer.due_ns() == now + 10 * MS - int(HOST_FACTOR * MS) - MARGIN_NS, "the shorter one counts"
+
+
+def test_is_due_at_once_while_durations_are_unknown() -> None:
+    pacer = Pacer()
+    assert pacer.due_ns() == 0
+    now = run_decodes(pacer, [10])
+    assert pacer.due_ns() == 0, "one duration is not enough"
+    pacer.scheduled(now, False)
+    assert pacer.due_ns() == 0, "two are in flight"
+    pacer.finished(now + 10 * MS, MS)
+    assert pacer.due_ns() == 0, "a step with a prompt takes as long as it takes"
+    pacer.finished(now + 90 * MS, MS)
+    pacer.scheduled(now + 90 * MS, True)
+    assert pacer.due_ns() == 0, "the batch has changed"
+
+
+def test_a_late_host_is_scheduled_earlier_until_the_device_no_longer_waits() -> None:
+    """A step of 10 ms whose host needs 3 ms, twice what it needed before: the wait shrinks with every step."""
+    pacer = Pacer()
+    now = run_decodes(pacer, [20, 20], host_ms=1)
+    waits = []
+    for _ in range(12):
+        sent = max(now, pacer.due_ns())
+        launched = sent + 3 * MS
+        ends = now + 10 * MS
+        waits.append(max(0, launched - ends))
+        pacer.scheduled(sent, True)
+        now = ends
+        pacer.finished(now, 3 * MS)
+        # The device begins when the step is launched, not when the result was sent.
+        now = max(now, launched)
+    assert waits[0] > 0
+    assert waits[-1] == 0
