@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import aiohttp
@@ -21,10 +21,10 @@ ADMITTED = 16
 ARRIVALS = 160
 
 
-@pytest.fixture
-async def server(tmp_path: Path) -> AsyncIterator[Server]:
-    with serve(tmp_path, *TINY, *LIMITS) as running:
-        await asyncio.to_thread(running.wait_ready)
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    with serve(tmp_path_factory.mktemp("overload"), *TINY, *LIMITS) as running:
+        running.wait_ready()
         yield running
 
 

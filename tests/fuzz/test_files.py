@@ -272,7 +272,7 @@ class Words:
 @given(
     data=datasets(), name=st.sampled_from(["custom", "trace", "sharegpt"]), suffix=st.sampled_from([".jsonl", ".csv"])
 )
-@fuzz(250)
+@fuzz(120)
 def test_datasets(tmp_path_factory: pytest.TempPathFactory, data: bytes, name: str, suffix: str) -> None:
     path = tmp_path_factory.getbasetemp() / f"data{suffix}"
     path.write_bytes(data)

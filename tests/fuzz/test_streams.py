@@ -100,7 +100,7 @@ TAGS = st.sampled_from(["add", "abort", "control", "ready", "outputs", "step", "
     frame=st.binary(max_size=100)
     | st.builds(lambda tag, rest: msgspec.msgpack.encode([tag, *rest]), TAGS, st.lists(VALUES, max_size=9)),
 )
-@fuzz(500)
+@fuzz(200)
 def test_frames_are_messages_or_refused(direction: str, frame: bytes) -> None:
     kind = DIRECTIONS[direction]
     try:
