@@ -13,6 +13,7 @@ import zmq
 
 from server.child import Child, DrainMessage, PeerDiedMessage
 from server.engine.kv_cache_manager import KVCacheManager
+from server.engine.pacing import Pacer
 from server.engine.request import Request
 from server.engine.scheduler import Scheduler
 from server.ipc import api_to_engine, engine_to_api, engine_to_worker, worker_to_engine
@@ -56,6 +57,8 @@ class EngineCore:
         self._num_jit_events = 0
         self._profile = SpanProfile("engine", self.config.profile)
         self._silence_s = 0.0
+        self._pacer = Pacer()
+        self._schedule_ns = 0
 
     def start(self) -> None:
         """Wait until the worker can run steps. Requests that come meanwhile wait in the socket."""
@@ -93,7 +96,7 @@ class EngineCore:
         while True:
             self.child.beat()
             before = time.perf_counter()
-            events = dict(self._poller.poll(_TURN_MS))
+            events = dict(self._poller.poll(self._pause_ms()))
             waited = time.perf_counter() - before
             self._seconds["wait"] += waited
             self._check_worker(waited, heard=self._from_worker.socket in events)
@@ -117,17 +120,35 @@ class EngineCore:
         if self._silence_s > STEP_LIMIT_S:
             raise RuntimeError(f"the worker has not finished a step within {STEP_LIMIT_S:g} s")
 
+    def _early_ms(self, now_ns: int) -> int:
+        """Whole milliseconds until the next step is due, while another runs; 0: it is."""
+        if not self.scheduler.num_in_flight:
+            return 0
+        return max(0, (self._pacer.due_ns() - now_ns) // 1_000_000)
+
+    def _pause_ms(self) -> int:
+        """How long the loop may sleep."""
+        early = 0
+        if self.scheduler.num_in_flight < self._depth and self.scheduler.requests:
+            early = self._early_ms(time.monotonic_ns())
+        return min(early or _TURN_MS, _TURN_MS)
+
     def _supply(self) -> None:
-        """Schedule until the worker has as many steps as it may have."""
+        """Schedule until the worker has as many steps as it may have, a second one only when it is due."""
         while self.scheduler.num_in_flight < self._depth and self.scheduler.requests:
             before = time.monotonic_ns()
+            if self._early_ms(before):
+                return
             step = self.scheduler.schedule()
             scheduled = time.monotonic_ns()
             self._note("schedule", before, scheduled)
             if step is None:
                 return
             self._to_worker.send(step)
-            self._note("send", scheduled, time.monotonic_ns())
+            sent = time.monotonic_ns()
+            self._note("send", scheduled, sent)
+            self._schedule_ns = sent - before
+            self._pacer.scheduled(sent, sum(step.scheduled.values()) == len(step.scheduled))
 
     def _handle_request(self, message: ToEngine) -> None:
         if isinstance(message, AddRequest):
@@ -152,6 +173,8 @@ class EngineCore:
             for phase, seconds in message.step_seconds.items():
                 self._seconds[phase] += seconds
             before = time.monotonic_ns()
+            launch_s = sum(message.step_seconds.get(phase, 0.0) for phase in ("prepare", "forward", "sample"))
+            self._pacer.finished(before, self._schedule_ns + int(launch_s * 1e9))
             outputs: dict[int, list[RequestOutput]] = {}
             for client_index, output in self.scheduler.update(message):
                 outputs.setdefault(client_index, []).append(output)
