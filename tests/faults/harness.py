@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import aiohttp
+import pytest
 
 from tests.integration.serving import Server
 
@@ -136,3 +137,19 @@ async def health_statuses(session: aiohttp.ClientSession, url: str, process: sub
             statuses.append(0)
         await asyncio.sleep(0.02)
     return statuses
+
+
+def in_namespace(*steps: str, command: tuple[str, ...] = ()) -> tuple[str, ...]:
+    """A command line that takes `steps` in private mount and network namespaces and then becomes `command`."""
+    script = "set -e; " + "; ".join([*steps, 'exec "$@"'])
+    return ("unshare", "--user", "--map-root-user", "--mount", "--net", "sh", "-c", script, "sh", *command)
+
+
+def has_namespaces() -> bool:
+    try:
+        return subprocess.run(in_namespace("mount -t tmpfs none /mnt", command=("true",)), timeout=10).returncode == 0
+    except (OSError, subprocess.TimeoutExpired):
+        return False
+
+
+namespaces = pytest.mark.skipif(not has_namespaces(), reason="needs user, mount and network namespaces")

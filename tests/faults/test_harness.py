@@ -12,7 +12,7 @@ import httpx
 import pytest
 
 from reports.directory import load_results
-from tests.faults.harness import TINY, serve, wait_until
+from tests.faults.harness import TINY, in_namespace, namespaces, serve, wait_until
 from tests.integration.serving import Server, gone
 
 
@@ -46,3 +46,27 @@ def test_a_server_that_dies_under_load_is_recorded(tmp_path: Path, module: str) 
         expected = "The engine died: worker-0 was killed by SIGKILL" if module == "server.worker" else "connection"
         assert expected in (result.reason or "")
         assert gone(children)
+
+
+_MEASURE = """
+import re, subprocess, sys
+serve = [sys.executable, "-m", "benchctl", "mock", "--port", "0"]
+run = [sys.executable, "-m", "benchctl", "run", "-w", "synthetic:input_len=4,output_len=64", "-n", "300"]
+with subprocess.Popen(serve, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as mock:
+    try:
+        url = next(match.group() for line in mock.stdout if (match := re.search(r"http://[0-9.:]+", line)))
+        done = subprocess.run([*run, "--concurrency", "20", "--url", url, "--output", "/mnt/out"])
+    finally:
+        mock.kill()
+sys.exit(done.returncode)
+"""
+
+
+@namespaces
+def test_a_disk_that_fills_up_under_load_is_said_and_what_was_written_stays() -> None:
+    steps = ("ip link set lo up", "mount -t tmpfs -o size=40k none /mnt")
+    command = in_namespace(*steps, command=(sys.executable, "-c", _MEASURE))
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode in (1, 2), done.stderr
+    assert "the disk is full" in done.stdout + done.stderr
+    assert "Traceback" not in done.stdout + done.stderr

@@ -15,26 +15,10 @@ import pytest
 import torch
 
 from server.errors import exhausted
-from tests.faults.harness import TINY, can_bind, free_port, serve
+from tests.faults.harness import TINY, can_bind, free_port, in_namespace, namespaces, serve
 from tests.integration.serving import Server
 
 SERVE = (sys.executable, "-m", "benchctl", "serve", *TINY, "--port", "0")
-
-
-def in_namespace(*steps: str, command: tuple[str, ...] = ()) -> tuple[str, ...]:
-    """A command line that takes `steps` in private mount and network namespaces and then becomes `command`."""
-    script = "set -e; " + "; ".join([*steps, 'exec "$@"'])
-    return ("unshare", "--user", "--map-root-user", "--mount", "--net", "sh", "-c", script, "sh", *command)
-
-
-def has_namespaces() -> bool:
-    try:
-        return subprocess.run(in_namespace("mount -t tmpfs none /mnt", command=("true",)), timeout=10).returncode == 0
-    except (OSError, subprocess.TimeoutExpired):
-        return False
-
-
-namespaces = pytest.mark.skipif(not has_namespaces(), reason="needs user, mount and network namespaces")
 
 
 def refusal(done: subprocess.CompletedProcess[str]) -> str:
