@@ -32,6 +32,7 @@ MIXED_PREFILL_TOKENS = 2048
 generate three quarters of the pause."""
 STEP_LIMIT_S = 300.0
 """vLLM's default for VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS."""
+_LAUNCH_PHASES = ("prepare", "forward", "logits", "sample")
 # Longest turn of the loop: the supervisor takes one that does not turn for dead.
 _TURN_MS = 1000
 
@@ -173,7 +174,7 @@ class EngineCore:
             for phase, seconds in message.step_seconds.items():
                 self._seconds[phase] += seconds
             before = time.monotonic_ns()
-            launch_s = sum(message.step_seconds.get(phase, 0.0) for phase in ("prepare", "forward", "sample"))
+            launch_s = sum(message.step_seconds.get(phase, 0.0) for phase in _LAUNCH_PHASES)
             self._pacer.finished(before, self._schedule_ns + int(launch_s * 1e9))
             outputs: dict[int, list[RequestOutput]] = {}
             for client_index, output in self.scheduler.update(message):
