@@ -97,7 +97,6 @@ class Connection(asyncio.Protocol):
         self._status = 0
         self._error_body = bytearray()
         self._grace: asyncio.TimerHandle | None = None
-        self.closed = False
 
     # --- asyncio.Protocol ---
 
@@ -135,7 +134,6 @@ class Connection(asyncio.Protocol):
         return None
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self.closed = True
         self._stop_grace()
         flight, answer = self._flight, self._answer
         self._flight = self._answer = None
@@ -183,6 +181,11 @@ class Connection(asyncio.Protocol):
         self._keep_alive = self._parser.should_keep_alive()
 
     # --- the owner's side ---
+
+    @property
+    def is_open(self) -> bool:
+        """False from the moment at which the end of the connection is known; `connection_lost` comes a little later."""
+        return not self._transport.is_closing()
 
     def send(self, flight: Flight) -> None:
         """Write the request; `sent_ns` is taken when the kernel has its bytes (or, for TLS, the transport)."""

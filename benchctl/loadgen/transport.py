@@ -98,6 +98,9 @@ class SocketTransport:
     def get_write_buffer_size(self) -> int:
         return len(self._unsent)
 
+    def is_closing(self) -> bool:
+        return self._closed
+
     def close(self) -> None:
         """Close at once, unsent bytes are lost; `connection_lost` follows."""
         self._end(None)

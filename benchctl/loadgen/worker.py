@@ -101,6 +101,8 @@ class LoadWorker:
         """Due, but without a connection yet."""
         self._idle: list[Connection] = []
         self._connecting = 0
+        self._spare = 0
+        """Connections wanted beyond those that flights wait for."""
         self._flying: dict[Flight, Connection] = {}
         self._active = 0
         self._turns: dict[int, list[int]] = {}
@@ -207,12 +209,11 @@ class LoadWorker:
         self._reserve(len(self._prepared))
 
     def _reserve(self, wanted: int) -> None:
+        """See that so many connections are idle, or will be."""
         if self._share.concurrency is not None:
             wanted = min(wanted, self._share.concurrency - self._active)
-        free = len(self._idle) + self._connecting - len(self._waiting)
-        while free < wanted and self._connecting < _MOST_CONNECTING:
-            self._open_connection()
-            free += 1
+        self._spare = max(0, wanted - len(self._idle))
+        self._connect_as_needed()
 
     def _prepare_users(self) -> None:
         """The first request of every user of a closed loop."""
@@ -297,23 +298,28 @@ class LoadWorker:
         self._fly(flight)
 
     def _fly(self, flight: Flight) -> None:
-        if self._idle:
-            self._send(flight, self._idle.pop())
+        while self._idle:
+            connection = self._idle.pop()
+            if connection.is_open:
+                self._send(flight, connection)
+                break
         else:
             self._waiting.append(flight)
-            if self._connecting < min(len(self._waiting), _MOST_CONNECTING):
-                self._open_connection()
+            self._spare = max(0, self._spare - 1)  # the connection that was wanted for it is now waited for
+            self._connect_as_needed()
 
     def _send(self, flight: Flight, connection: Connection) -> None:
         connection.send(flight)
         flight.deadline_ns = time.monotonic_ns() + int(self._options.timeout_s * 1e9)
         self._flying[flight] = connection
 
-    def _open_connection(self) -> None:
-        self._connecting += 1
-        task = self._loop.create_task(self._connect())
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+    def _connect_as_needed(self) -> None:
+        """One attempt for each flight that waits and each spare connection; the most at once is bounded."""
+        while self._connecting < min(_MOST_CONNECTING, len(self._waiting) + self._spare):
+            self._connecting += 1
+            task = self._loop.create_task(self._connect())
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
 
     async def _connect(self) -> None:
         try:
@@ -325,22 +331,29 @@ class LoadWorker:
         self._connecting -= 1
         self._refused = 0
         self._last_contact_ns = time.monotonic_ns()
-        if not connection.closed:
+        if connection.is_open:
+            if not self._waiting:
+                self._spare = max(0, self._spare - 1)
             self.connection_idle(connection)
+        self._connect_as_needed()
 
     def _connect_failed(self, error: OSError) -> None:
         self._refused += 1
         now_ns = time.monotonic_ns()
-        if self._waiting and not self._stopping:
+        if self._stopping:
+            return
+        if self._waiting:
             flight = self._waiting.popleft()
             flight.attempts += 1
             flight.detail = self._explain(error)
             self.flight_ended(flight, Cause.CONNECT, now_ns)
-        if self._refused >= _GIVE_UP_CONNECTS and now_ns - self._last_contact_ns > _GIVE_UP_NS and not self._stopping:
+        else:
+            self._spare = max(0, self._spare - 1)
+        if self._refused >= _GIVE_UP_CONNECTS and now_ns - self._last_contact_ns > _GIVE_UP_NS:
             self.aborted = f"{self._options.url} takes no connections any more: {self._explain(error)}"
             self.cancel()
-        elif self._waiting and self._connecting < len(self._waiting):
-            self._open_connection()
+        else:
+            self._connect_as_needed()
 
     def _explain(self, error: OSError) -> str:
         if isinstance(error, TimeoutError) and error.errno is None:
@@ -411,11 +424,12 @@ class LoadWorker:
         following = self._share.requests[position]
         history: list[Message] = []
         if following.append_reply:
+            assert request.conversation is not None
             if cause:
                 for lost in turns:
                     self._record_unsent(lost, now_ns)
+                self._history.pop(request.conversation, None)
                 return False
-            assert request.conversation is not None
             history = self._history.setdefault(request.conversation, [])
             history.extend(as_messages(request))
             history.append(Message("assistant", "".join(flight.answer.texts)))

@@ -12,11 +12,12 @@ import numpy as np
 import pytest
 from scipy import stats
 
+from benchctl.loadgen import worker as worker_module
 from benchctl.loadgen.records import Records
 from benchctl.loadgen.run import run_load
 from benchctl.matrix.progress import Progress
 from benchctl.mock.script import Stall
-from tests.integration.mocking import load, read_log, running_mock, synthetic
+from tests.integration.mocking import load, load_here, read_log, running_mock, synthetic
 from workloads.arrivals import build_schedule
 from workloads.base import Message, Workload, WorkloadRequest
 
@@ -79,6 +80,20 @@ def test_an_open_loop_keeps_its_schedule_while_the_server_stands_still(tmp_path:
     assert rows["sent_ns"].max() < rows["first_ns"].min() + 400_000_000
     assert outcome.metrics.ttft_s.min is not None
     assert outcome.metrics.ttft_s.min >= 0.5
+
+
+@pytest.mark.parametrize("arrival", [{"name": "burst"}, {"name": "concurrency", "concurrency": 300}])
+def test_a_burst_is_sent_at_once_over_any_number_of_connections(
+    tmp_path: Path, arrival: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """More at once than connections are opened at once: none may wait for an answer to another."""
+    monkeypatch.setattr(worker_module, "_MOST_CONNECTING", 20)
+    with running_mock(ttft_s=2.0) as mock:
+        outcome = load_here(mock.url, synthetic(300, output_len=1), arrival, tmp_path / "r")
+        assert mock.accepted == 300
+    rows = Records(outcome.records).rows
+    assert outcome.metrics.completed == 300
+    assert rows["sent_ns"].max() < rows["first_ns"].min()
 
 
 def test_the_cap_holds_and_its_wait_counts_in_ttft_but_not_in_lag(tmp_path: Path) -> None:

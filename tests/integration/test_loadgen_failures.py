@@ -42,7 +42,16 @@ def chunks(*portions: bytes) -> bytes:
 def serving(handler: Handler, **options: Any) -> Iterator[int]:
     """A TCP server in a thread; its port."""
     loop = asyncio.new_event_loop()
-    server = loop.run_until_complete(asyncio.start_server(handler, "127.0.0.1", 0, **options))
+
+    async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            await handler(reader, writer)
+        finally:
+            writer.close()
+            with contextlib.suppress(OSError):
+                await writer.wait_closed()
+
+    server = loop.run_until_complete(asyncio.start_server(handle, "127.0.0.1", 0, **options))
     thread = threading.Thread(target=loop.run_forever)
     thread.start()
     try:
@@ -51,9 +60,10 @@ def serving(handler: Handler, **options: Any) -> Iterator[int]:
 
         async def close() -> None:
             server.close()
-            for task in asyncio.all_tasks() - {asyncio.current_task()}:
+            tasks = asyncio.all_tasks() - {asyncio.current_task()}
+            for task in tasks:
                 task.cancel()
-            await asyncio.sleep(0.01)
+            await asyncio.gather(*tasks, return_exceptions=True)
 
         asyncio.run_coroutine_threadsafe(close(), loop).result(10)
         loop.call_soon_threadsafe(loop.stop)
