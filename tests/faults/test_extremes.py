@@ -20,8 +20,8 @@ LIMITS = ("--max-model-len", "256", "--num-gpu-blocks-override", "20", "--block-
 def extreme(choose: random.Random) -> dict[str, Any]:
     return {
         "prompt": [choose.randrange(512) for _ in range(choose.randrange(1, 120))],
-        "max_tokens": choose.randrange(1, 130),
-        "n": choose.randrange(1, 6),
+        "max_tokens": choose.randrange(1, 60),
+        "n": choose.randrange(1, 4),
         "stream": choose.random() < 0.5,
         "echo": choose.random() < 0.3,
         "ignore_eos": True,
