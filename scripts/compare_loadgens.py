@@ -3,8 +3,9 @@
     python scripts/compare_loadgens.py [--only benchctl] [--repeat 3] [--output FILE.json]
 
 Every tool that is installed (aiperf and guidellm are not dependencies of benchctl; install them into environments of
-their own and name the commands with --aiperf and --guidellm) drives the same mock, on the same cores, one after the
-other:
+their own and name the commands with --aiperf and --guidellm; written against aiperf 0.13.0 and guidellm 0.8.1) drives the
+same mock, on the same cores, one after the other. Both want a tokenizer for their prompts: COMPARE_TOKENIZER names a
+model or a folder (default gpt2).
 
 - events per second that a tool takes in, 64 streams, at 1 and at 8 events per write, the mock streaming instantly;
 - TTFT and ITL that a tool reports against the mock's clock, 64 and 8 streams paced at 5 ms;
@@ -140,11 +141,12 @@ def run_aiperf(command: str, url: str, folder: Path, streams: int, requests: int
 def run_guidellm(command: str, url: str, folder: Path, streams: int, requests: int, output_len: int) -> Figures:
     report = folder / "guidellm.json"
     report.unlink(missing_ok=True)
-    data = f"prompt_tokens={INPUT_TOKENS},output_tokens={output_len}"
-    argv = [*shlex.split(command), "benchmark", "run", "--target", url, "--model", "mock", "--data", data]
-    argv += ["--profile", "concurrent", "--rate", str(streams), "--max-requests", str(requests)]
-    argv += ["--request-type", "text_completions", "--processor", os.environ.get("COMPARE_TOKENIZER", "gpt2")]
-    argv += ["--output-path", str(report), "--disable-console"]
+    tokenizer = os.environ.get("COMPARE_TOKENIZER", "gpt2")
+    argv = [*shlex.split(command), "run", "--disable-console"]
+    argv += ["--backend", f"kind=openai_http,target={url},model=mock,request_format=/v1/completions"]
+    argv += ["--profile", f"kind=concurrent,streams={streams}", "--constraint", f"kind=max_requests,count={requests}"]
+    argv += ["--data", f"kind=synthetic_text,prompt_tokens={INPUT_TOKENS},output_tokens={output_len}"]
+    argv += ["--tokenizer", f"kind=huggingface_auto,model={tokenizer}", "--output", f"kind=json,path={report}"]
     subprocess.run(argv, check=True, stdout=subprocess.DEVNULL)
     metrics = json.loads(report.read_text())["benchmarks"][0]["metrics"]
     ttft = metrics["time_to_first_token_ms"]["successful"]
