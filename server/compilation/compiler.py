@@ -38,6 +38,7 @@ LOCK_TIMEOUT_S = 180.0
 
 _PLAN = "plan.json"
 _INDUCTOR = "inductor"
+_ISA = "isa.json"
 
 
 class CompiledModel:
@@ -158,11 +159,14 @@ class ModelCompiler:
             plan = msgspec.json.decode((self.directory / _PLAN).read_bytes(), type=Plan)
             plan.check()
             pieces = []
-            with inductor_dir(self.directory / _INDUCTOR):
+            with inductor_dir(self.directory / _INDUCTOR), contextlib.ExitStack() as stack:
                 with self.timeline.span("compile/import-inductor"):
-                    wait_for_isa = self._import_inductor()
-                with self.timeline.span("compile/isa-probe"):
-                    wait_for_isa()
+                    importlib.import_module("torch._inductor.compile_fx")
+                    if self.device.type == "cpu":
+                        from server.compilation.isa import known_results
+
+                        known = msgspec.json.decode((self.directory / _ISA).read_bytes(), type=dict[str, bool])
+                        stack.enter_context(known_results(known))
                 for number in range(plan.num_pieces):
                     with self.timeline.span(f"compile/inductor/piece-{number}", cache="hit"):
                         pieces.append(load_piece(self._artifact(number)))
@@ -178,9 +182,9 @@ class ModelCompiler:
 
     def _compile(self) -> CompiledModel:
         self._fresh_directory()
-        with inductor_dir(self.directory / _INDUCTOR):
+        with inductor_dir(self.directory / _INDUCTOR), contextlib.ExitStack() as stack:
             with self.timeline.span("compile/import-inductor"):
-                wait_for_isa = self._import_inductor()
+                wait_for_isa = self._import_inductor(stack)
                 from server.compilation.capture import capture
                 from server.compilation.repeat import SAMPLE, repeat_layers, shortened
                 from server.compilation.split import split
@@ -200,18 +204,26 @@ class ModelCompiler:
         (self.directory / _PLAN).write_bytes(msgspec.json.encode(plan))
         return CompiledModel(self.model, plan, pieces, key=self.key, cache_hit=False, directory=self.directory)
 
-    def _import_inductor(self) -> Callable[[], None]:
+    def _import_inductor(self, stack: contextlib.ExitStack) -> Callable[[], None]:
         """Import Inductor. On CPU it also has to find out which vector instructions work, by compiling and running
-        small programs: they run beside the import and whatever follows until the returned function is called."""
+        small programs: they run beside the import and whatever follows until the returned function is called, which
+        writes down what was found. What must last as long as Inductor is used goes on `stack`."""
         # Everything that the probe needs is imported first, so that no two threads import the same modules.
         importlib.import_module("torch._inductor.codecache")
-        wait: Callable[[], None] = _nothing
+        wait = _nothing
         if self.device.type == "cpu":
             from torch._inductor.cpu_vec_isa import pick_vec_isa
 
+            from server.compilation.isa import known_results
+
+            results = stack.enter_context(known_results({}))
             probe = threading.Thread(target=pick_vec_isa, name="isa-probe")
             probe.start()
-            wait = probe.join
+
+            def wait() -> None:
+                probe.join()
+                (self.directory / _ISA).write_bytes(msgspec.json.encode(results))
+
         importlib.import_module("torch._inductor.compile_fx")
         return wait
 

@@ -253,8 +253,15 @@ def _is_scratch(path: Path) -> bool:
     return "locks" in path.parts or "__pycache__" in path.parts
 
 
+def _make_private(directory: Path) -> None:
+    """Make `directory` and what is missing above it for us alone; `parents=True` would leave those to the umask."""
+    if not directory.is_dir():
+        _make_private(directory.parent)
+        directory.mkdir(mode=0o700)
+
+
 def _write_private(path: Path, data: bytes) -> FileRecord:
-    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    _make_private(path.parent)
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     with open(descriptor, "wb") as file:
         file.write(data)
