@@ -10,10 +10,10 @@ import typer
 
 def gate(
     baseline: Annotated[
-        Path | None, typer.Argument(metavar="[BASELINE]", help="Results (a directory per run), or a checkout.")
+        Path | None, typer.Argument(metavar="BASELINE", help="Results (a directory per run), or a checkout.")
     ] = None,
     candidate: Annotated[
-        Path | None, typer.Argument(metavar="[CANDIDATE]", help="The same; default: this checkout.")
+        Path | None, typer.Argument(metavar="CANDIDATE", help="The same; default: this checkout.")
     ] = None,
     base_rev: Annotated[
         str | None, typer.Option("--base-rev", metavar="REV", help="Git revision to run as baseline.")
