@@ -18,8 +18,6 @@ pytestmark = pytest.mark.model
 MODEL = "smollm2-135m"
 SERVE = (MODEL, "--device", "cpu", "--block-size", "16")
 TOKENS = 8
-# OpenMP threads that wait for each other by spinning take the cores from the rest when there are few.
-ENVIRONMENT = {"OMP_WAIT_POLICY": "PASSIVE"}
 
 QUESTIONS = [
     "What is the capital of France?",
@@ -68,7 +66,7 @@ def prompts(folder: Path) -> list[list[int]]:
 
 @pytest.fixture(scope="module")
 def server(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    with start_server(tmp_path_factory.mktemp("server"), *SERVE, "--enforce-eager", env=ENVIRONMENT) as server:
+    with start_server(tmp_path_factory.mktemp("server"), *SERVE, "--enforce-eager") as server:
         server.wait_ready()
         yield server
 
@@ -123,7 +121,7 @@ def test_all_at_once_and_from_the_prefix_cache(
 def test_in_another_configuration(
     tmp_path: Path, prompts: list[list[int]], reference: list[list[int]], arguments: tuple[str, ...], preempted: bool
 ) -> None:
-    with start_server(tmp_path, *SERVE, *arguments, env=ENVIRONMENT) as server:
+    with start_server(tmp_path, *SERVE, *arguments) as server:
         server.wait_ready()
         assert run_together(server, prompts) == reference
         after = asyncio.run(settled(server.url))
