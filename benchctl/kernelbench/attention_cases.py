@@ -55,7 +55,7 @@ def poison(batch: SyntheticBatch, page: int, value: float) -> None:
         used[table[row].long()[positions // page] * page + positions % page] = True
         table[row, -(-length // page) :] = 2**30
     batch.metadata.block_table.copy_(table)
-    batch.kv_cache.flatten(1, 2)[:, (~used).to(batch.kv_cache.device)] = value
+    batch.kv_cache[:, (~used).view(-1, page).to(batch.kv_cache.device)] = value
 
 
 def check_batches(layout: Layout, *, small: bool) -> Iterator[tuple[str, list[int], list[int]]]:
@@ -110,15 +110,22 @@ TIMED_BATCHES: list[tuple[str, list[int], list[int]]] = [
 
 
 def timed_cases(
-    name: str, backend_class: type[AttentionBackend], device: torch.device, dtype: torch.dtype, pages: list[int]
+    name: str,
+    backend_class: type[AttentionBackend],
+    device: torch.device,
+    dtype: torch.dtype,
+    pages: list[int],
+    *,
+    heads_first: bool = False,
 ) -> Iterator[Case]:
+    """Cases for timing; `heads_first` as for `synthetic_batch`."""
     for page in pages:
         layout = Layout(*LLAMA_8B, page)
         backend = make_backend(backend_class, layout.spec(device, dtype, 512))
         if backend is None:
             continue
         for label, query_lens, seq_lens in TIMED_BATCHES:
-            yield _case(name, backend, layout, label, query_lens, seq_lens, poisoned=False)
+            yield _case(name, backend, layout, label, query_lens, seq_lens, poisoned=False, heads_first=heads_first)
 
 
 def make_backend(backend_class: type[AttentionBackend], spec: AttentionSpec) -> AttentionBackend | None:
@@ -138,12 +145,13 @@ def _case(
     seq_lens: list[int],
     *,
     poisoned: bool,
+    heads_first: bool = False,
 ) -> Case:
     scale = layout.head_dim**-0.5
     itemsize = backend.spec.dtype.itemsize
 
     def build(seed: int) -> Instance:
-        batch = synthetic_batch(backend.spec, query_lens, seq_lens, seed=seed)
+        batch = synthetic_batch(backend.spec, query_lens, seq_lens, seed=seed, heads_first=heads_first)
         if poisoned:
             poison(batch, layout.page, unused_slot_value(backend))
 

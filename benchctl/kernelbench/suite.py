@@ -48,6 +48,8 @@ def all_timed_cases(device: torch.device, dtypes: list[torch.dtype], pages: list
     for dtype in dtypes:
         for name, backend_class in BACKENDS.items():
             yield from timed_cases(name, backend_class, device, dtype, pages)
+            if backend_class is not FlashAttentionBackend:
+                yield from timed_cases(f"{name} heads first", backend_class, device, dtype, pages, heads_first=True)
         yield from layer_cases(device, dtype, [1, 64, 8192], small=False)
         if dtype is not torch.float32:
             yield from linear_cases(device, dtype, [1, 2, 4, 8], small=False, with_cublas=True)

@@ -21,13 +21,19 @@ class SyntheticBatch:
 
 
 def synthetic_batch(
-    spec: AttentionSpec, query_lens: list[int], seq_lens: list[int], *, max_seq_len: int | None = None, seed: int = 0
+    spec: AttentionSpec,
+    query_lens: list[int],
+    seq_lens: list[int],
+    *,
+    max_seq_len: int | None = None,
+    seed: int = 0,
+    heads_first: bool = False,
 ) -> SyntheticBatch:
     """One batch over a cache of its own, whose pages are handed out in a random order.
 
     `query_lens[b]` new tokens of a sequence that is `seq_lens[b]` long with them; everything is drawn from `seed`.
     A sequence with both lengths 0 is padding and brings one padded row. `max_seq_len` is the bound that the metadata
-    states (default: the true one).
+    states (default: the true one). With `heads_first` a page lies in memory as (K, P, D); its shape is the same.
     """
     generator = torch.Generator().manual_seed(seed)
     page, tokens = spec.block_size, sum(query_lens)
@@ -52,12 +58,16 @@ def synthetic_batch(
     def normal(*shape: int) -> torch.Tensor:
         return torch.empty(shape, dtype=spec.dtype, device=device).normal_(generator=on_device)
 
+    if heads_first:
+        kv_cache = normal(2, sum(blocks) + 1, spec.num_kv_heads, page, spec.head_dim).transpose(2, 3)
+    else:
+        kv_cache = normal(2, sum(blocks) + 1, page, spec.num_kv_heads, spec.head_dim)
     return SyntheticBatch(
         query=normal(rows, spec.num_heads, spec.head_dim),
         key=normal(rows, spec.num_kv_heads, spec.head_dim),
         value=normal(rows, spec.num_kv_heads, spec.head_dim),
         output=torch.full((rows, spec.num_heads, spec.head_dim), float("nan"), dtype=spec.dtype, device=device),
-        kv_cache=normal(2, sum(blocks) + 1, page, spec.num_kv_heads, spec.head_dim),
+        kv_cache=kv_cache,
         metadata=AttentionMetadata(
             num_tokens=tokens,
             num_seqs=len(seq_lens),

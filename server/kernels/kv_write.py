@@ -18,7 +18,12 @@ def _write_kv_kernel(
     v_offset16: tl.int64,
     key_stride8,
     value_stride8,
+    PAGE: tl.constexpr,
+    PAGE_STRIDE: tl.constexpr,
+    ROW_STRIDE: tl.constexpr,
+    HEAD_STRIDE: tl.constexpr,
     ROW: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     token = tl.program_id(0).to(tl.int64)
@@ -29,15 +34,16 @@ def _write_kv_kernel(
     mask = offs < ROW
     key = tl.load(key_ptr + token * (key_stride8 * 8) + offs, mask=mask)
     value = tl.load(value_ptr + token * (value_stride8 * 8) + offs, mask=mask)
-    row = kv_ptr + slot * ROW + offs
+    row = kv_ptr + slot // PAGE * PAGE_STRIDE + slot % PAGE * ROW_STRIDE
+    row += offs // HEAD_DIM * HEAD_STRIDE + offs % HEAD_DIM
     tl.store(row, key, mask=mask)
     tl.store(row + v_offset16 * 16, value, mask=mask)
 
 
 @cached
-def _bound(dtype: torch.dtype, row: int) -> Prebound:
+def _bound(dtype: torch.dtype, page: int, cache_strides: tuple[int, ...], row: int, head_dim: int) -> Prebound:
     block = next_power_of_2(row)
-    return Prebound(_write_kv_kernel, (row, block), num_warps=4 if block >= 1024 else 2)
+    return Prebound(_write_kv_kernel, (page, *cache_strides, row, head_dim, block), num_warps=4 if block >= 1024 else 2)
 
 
 def write_kv(key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor) -> None:
@@ -45,6 +51,6 @@ def write_kv(key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor, slo
     tokens, heads, head_dim = key.shape
     if tokens == 0:
         return
-    kernel = _bound(key.dtype, heads * head_dim)
+    kernel = _bound(key.dtype, kv_cache.shape[2], kv_cache.stride()[1:4], heads * head_dim, head_dim)
     scalars = (kv_cache.stride(0) // 16, key.stride(0) // 8, value.stride(0) // 8)
     kernel((tokens, 1, 1), (key, value, kv_cache, slot_mapping), scalars)

@@ -50,6 +50,9 @@ def _decode_kernel(
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     PAGE: tl.constexpr,
+    PAGE_STRIDE: tl.constexpr,
+    ROW_STRIDE: tl.constexpr,
+    HEAD_STRIDE: tl.constexpr,
     BLOCK_G: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -87,7 +90,7 @@ def _decode_kernel(
     q = tl.load(q_ptr + row.to(tl.int64) * q_stride8 * 8 + io_offsets, mask=io_mask, other=0.0)
     out_pointers = out_ptr + row.to(tl.int64) * out_stride8 * 8 + io_offsets
 
-    k_base = kv_ptr + kv_head * HEAD_DIM
+    k_base = kv_ptr + kv_head * HEAD_STRIDE
     v_base = k_base + v_offset16 * 16
     table = block_table_ptr + seq.to(tl.int64) * block_table_stride
     positions = tl.zeros((BLOCK_G,), dtype=tl.int32) + (end - 1)
@@ -99,7 +102,7 @@ def _decode_kernel(
         acc, row_max, row_sum = attend_tile(
             q, k_base, v_base, table, tl.multiple_of(first, BLOCK_N), end, positions, offs_d, d_mask,
             acc, row_max, row_sum, scale_log2,
-            BLOCK_G, BLOCK_N, NUM_KV_HEADS * HEAD_DIM, PAGE, BLOCK_D != HEAD_DIM, True, UPCAST,
+            BLOCK_G, BLOCK_N, PAGE_STRIDE, ROW_STRIDE, PAGE, BLOCK_D != HEAD_DIM, True, UPCAST,
         )  # fmt: skip
 
     if num_splits <= 1:
@@ -177,14 +180,16 @@ def _bound(
     num_kv_heads: int,
     head_dim: int,
     page: int,
+    cache_strides: tuple[int, ...],
     mixed: bool,
     config: DecodeConfig,
 ) -> Prebound:
     group = num_heads // num_kv_heads
     block_q, block_d = next_power_of_2(group), padded_head_dim(head_dim)
+    merge_splits = max(1, min(16, _MERGE_ELEMENTS // (block_q * block_d)))
     constants = (
-        num_kv_heads, group, head_dim, page, max(16, block_q), block_d, config.block_n, config.min_chunk,
-        block_q, MAX_SPLITS, max(1, min(16, _MERGE_ELEMENTS // (block_q * block_d))), mixed, INTERPRETED,
+        num_kv_heads, group, head_dim, page, *cache_strides, max(16, block_q), block_d, config.block_n,
+        config.min_chunk, block_q, MAX_SPLITS, merge_splits, mixed, INTERPRETED,
     )  # fmt: skip
     return Prebound(_decode_kernel, constants, num_warps=config.num_warps, num_stages=config.num_stages)
 
@@ -218,7 +223,7 @@ def paged_decode(
     if config is None:
         config = decode_config(padded_head_dim(head_dim), query.element_size(), num_seqs)
     splits = decode_splits(config, num_seqs, num_kv_heads, max_seq_len)
-    kernel = _bound(query.dtype, num_heads, num_kv_heads, head_dim, page, mixed, config)
+    kernel = _bound(query.dtype, num_heads, num_kv_heads, head_dim, page, kv_cache.stride()[1:4], mixed, config)
     kernel(
         (num_kv_heads, num_seqs, splits),
         (

@@ -37,6 +37,9 @@ def _prefill_kernel(
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     PAGE: tl.constexpr,
+    PAGE_STRIDE: tl.constexpr,
+    ROW_STRIDE: tl.constexpr,
+    HEAD_STRIDE: tl.constexpr,
     BLOCK_Q: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -76,7 +79,7 @@ def _prefill_kernel(
     q_pointers = q_ptr + (rows * q_stride8 * 8 + heads * HEAD_DIM)[:, None] + offs_d[None, :]
     q = tl.load(q_pointers, mask=io_mask, other=0.0)
 
-    k_base = kv_ptr + kv_head * HEAD_DIM
+    k_base = kv_ptr + kv_head * HEAD_STRIDE
     v_base = k_base + v_offset16 * 16
     table = block_table_ptr + tl.cast(seq, tl.int64) * block_table_stride
     positions = context + queries
@@ -89,13 +92,13 @@ def _prefill_kernel(
         acc, row_max, row_sum = attend_tile(
             q, k_base, v_base, table, first, end, positions, offs_d, d_mask,
             acc, row_max, row_sum, scale_log2,
-            BLOCK_M, BLOCK_N, NUM_KV_HEADS * HEAD_DIM, PAGE, BLOCK_D != HEAD_DIM, False, UPCAST,
+            BLOCK_M, BLOCK_N, PAGE_STRIDE, ROW_STRIDE, PAGE, BLOCK_D != HEAD_DIM, False, UPCAST,
         )  # fmt: skip
     for first in tl.range(full_end, end, BLOCK_N):
         acc, row_max, row_sum = attend_tile(
             q, k_base, v_base, table, first, end, positions, offs_d, d_mask,
             acc, row_max, row_sum, scale_log2,
-            BLOCK_M, BLOCK_N, NUM_KV_HEADS * HEAD_DIM, PAGE, BLOCK_D != HEAD_DIM, True, UPCAST,
+            BLOCK_M, BLOCK_N, PAGE_STRIDE, ROW_STRIDE, PAGE, BLOCK_D != HEAD_DIM, True, UPCAST,
         )  # fmt: skip
     out_pointers = out_ptr + (rows * out_stride8 * 8 + heads * HEAD_DIM)[:, None] + offs_d[None, :]
     tl.store(out_pointers, (acc / row_sum[:, None]).to(out_ptr.dtype.element_ty), mask=io_mask)
@@ -108,6 +111,7 @@ def _bound(
     num_kv_heads: int,
     head_dim: int,
     page: int,
+    cache_strides: tuple[int, ...],
     skip_decodes: bool,
     config: PrefillConfig,
 ) -> tuple[Prebound, int]:
@@ -115,7 +119,7 @@ def _bound(
     # A group larger than the tile of a short query (16 rows) needs a tile that holds at least one query.
     block_m = max(config.block_m, triton.next_power_of_2(group))
     constants = (
-        num_kv_heads, group, head_dim, page, block_m // group, block_m,
+        num_kv_heads, group, head_dim, page, *cache_strides, block_m // group, block_m,
         padded_head_dim(head_dim), config.block_n, skip_decodes, INTERPRETED,
     )  # fmt: skip
     kernel = Prebound(_prefill_kernel, constants, num_warps=config.num_warps, num_stages=config.num_stages)
@@ -147,7 +151,9 @@ def paged_prefill(
     if config is None:
         rows = max_query_len * (num_heads // num_kv_heads)
         config = prefill_config(padded_head_dim(head_dim), query.element_size(), rows)
-    kernel, block_q = _bound(query.dtype, num_heads, num_kv_heads, head_dim, page, skip_decodes, config)
+    kernel, block_q = _bound(
+        query.dtype, num_heads, num_kv_heads, head_dim, page, kv_cache.stride()[1:4], skip_decodes, config
+    )
     kernel(
         (num_kv_heads, num_tokens // block_q + num_seqs, 1),
         (query, kv_cache, block_table, query_start_loc, seq_lens, output),

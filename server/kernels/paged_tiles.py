@@ -13,24 +13,29 @@ def tile_offsets(
     first,
     limit,
     offs_d,
+    PAGE_STRIDE: tl.constexpr,
     ROW_STRIDE: tl.constexpr,
     BLOCK_N: tl.constexpr,
     PAGE: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    """Element offsets (BLOCK_N, BLOCK_D) of the cache rows of positions `offs_n`, which start at `first`.
+    """Where the cache rows of positions `offs_n`, which start at `first`, lie: one element offset for all of them, and
+    one for each element (BLOCK_N, BLOCK_D).
 
     `first` is a multiple of BLOCK_N, so that a tile that is no longer than a page lies in one page and needs one
     look-up. With MASKED, positions from `limit` on are not looked up: the table may hold anything there.
     """
     if BLOCK_N <= PAGE:
-        rows = tl.load(block_table + first // PAGE).to(tl.int64) * PAGE + (offs_n % PAGE)
-    elif MASKED:
-        pages = tl.load(block_table + offs_n // PAGE, mask=offs_n < limit, other=0)
-        rows = pages.to(tl.int64) * PAGE + (offs_n % PAGE)
+        base = tl.load(block_table + first // PAGE).to(tl.int64) * PAGE_STRIDE + (first % PAGE) * ROW_STRIDE
+        rows = tl.arange(0, BLOCK_N) * ROW_STRIDE
     else:
-        rows = tl.load(block_table + offs_n // PAGE).to(tl.int64) * PAGE + (offs_n % PAGE)
-    return rows[:, None] * ROW_STRIDE + offs_d[None, :]
+        if MASKED:
+            pages = tl.load(block_table + offs_n // PAGE, mask=offs_n < limit, other=0)
+        else:
+            pages = tl.load(block_table + offs_n // PAGE)
+        base = tl.full((), 0, dtype=tl.int64)
+        rows = pages.to(tl.int64) * PAGE_STRIDE + (offs_n % PAGE) * ROW_STRIDE
+    return base, rows[:, None] + offs_d[None, :]
 
 
 @triton.jit
@@ -76,6 +81,7 @@ def attend_tile(
     scale_log2,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    PAGE_STRIDE: tl.constexpr,
     ROW_STRIDE: tl.constexpr,
     PAGE: tl.constexpr,
     PAD_D: tl.constexpr,
@@ -88,8 +94,10 @@ def attend_tile(
     only positions < `limit` are read. `row_max` is that of the unscaled scores.
     """
     offs_n = first + tl.arange(0, BLOCK_N)
-    offsets = tile_offsets(block_table, offs_n, first, limit, offs_d, ROW_STRIDE, BLOCK_N, PAGE, MASKED)
-    k = load_tile(k_base + offsets, offs_n, limit, d_mask, PAD_D, MASKED)
+    base, offsets = tile_offsets(
+        block_table, offs_n, first, limit, offs_d, PAGE_STRIDE, ROW_STRIDE, BLOCK_N, PAGE, MASKED
+    )
+    k = load_tile(k_base + base + offsets, offs_n, limit, d_mask, PAD_D, MASKED)
     scores = multiply_add(q, tl.trans(k), tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32), UPCAST)
     if MASKED:
         scores = tl.where(offs_n[None, :] <= q_positions[:, None], scores, float("-inf"))
@@ -98,6 +106,6 @@ def attend_tile(
     weights = tl.exp2(scores * scale_log2 - (new_max * scale_log2)[:, None])
     rescale = tl.exp2((row_max - new_max) * scale_log2)
     row_sum = row_sum * rescale + tl.sum(weights, 1)
-    v = load_tile(v_base + offsets, offs_n, limit, d_mask, PAD_D, MASKED)
+    v = load_tile(v_base + base + offsets, offs_n, limit, d_mask, PAD_D, MASKED)
     acc = multiply_add(weights.to(v.dtype), v, acc * rescale[:, None], UPCAST)
     return acc, new_max, row_sum

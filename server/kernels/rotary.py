@@ -27,6 +27,10 @@ def _rotary_kernel(
     NUM_HEADS: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
+    PAGE: tl.constexpr,
+    PAGE_STRIDE: tl.constexpr,
+    ROW_STRIDE: tl.constexpr,
+    HEAD_STRIDE: tl.constexpr,
     BLOCK_H: tl.constexpr,
     BLOCK_HALF: tl.constexpr,
     NORM: tl.constexpr,
@@ -74,7 +78,7 @@ def _rotary_kernel(
         slot = tl.load(slot_mapping_ptr + token).to(tl.int64)
         if slot >= 0:
             key_mask = mask & is_key[:, None]
-            cell = kv_ptr + (slot * NUM_KV_HEADS + kv_head) * HEAD_DIM
+            cell = kv_ptr + slot // PAGE * PAGE_STRIDE + slot % PAGE * ROW_STRIDE + kv_head * HEAD_STRIDE
             cell_rows = cell + tl.zeros((BLOCK_H, 1), dtype=tl.int32) + offs[None, :]
             tl.store(cell_rows, new_first, mask=key_mask)
             tl.store(cell_rows + HALF, new_second, mask=key_mask)
@@ -94,12 +98,14 @@ def _bound(
     num_heads: int,
     num_kv_heads: int,
     head_dim: int,
+    page: int,
+    cache_strides: tuple[int, ...],
     norm: bool,
     write_kv: bool,
 ) -> Prebound:
     block_h = next_power_of_2(num_heads // num_kv_heads + 1)
     block_half = next_power_of_2(head_dim // 2)
-    constants = (num_heads, num_kv_heads, head_dim, block_h, block_half, norm, write_kv)
+    constants = (num_heads, num_kv_heads, head_dim, page, *cache_strides, block_h, block_half, norm, write_kv)
     return Prebound(_rotary_kernel, constants, num_warps=1 if block_h * block_half <= 256 else 4)
 
 
@@ -129,8 +135,10 @@ def rotary(
     norm, write = norm_weights is not None, kv_cache is not None and slot_mapping is not None
     q_weight, k_weight = norm_weights if norm_weights is not None else (qkv, qkv)
     if kv_cache is None or slot_mapping is None:
-        cache, slots, v_offset16 = qkv, positions, 0
+        cache, slots, v_offset16, page = qkv, positions, 0, 1
+        strides: tuple[int, ...] = (0, 0, 0)
     else:
-        cache, slots, v_offset16 = kv_cache, slot_mapping, kv_cache.stride(0) // 16
-    kernel = _bound(qkv.dtype, positions.dtype, num_heads, num_kv_heads, head_dim, norm, write)
+        cache, slots, v_offset16, page = kv_cache, slot_mapping, kv_cache.stride(0) // 16, kv_cache.shape[2]
+        strides = kv_cache.stride()[1:4]
+    kernel = _bound(qkv.dtype, positions.dtype, num_heads, num_kv_heads, head_dim, page, strides, norm, write)
     kernel((tokens, num_kv_heads, 1), (qkv, positions, cos_sin, q_weight, k_weight, cache, slots), (eps, v_offset16))

@@ -21,8 +21,10 @@ CPU = torch.device("cpu")
 NAN = float("nan")
 
 
-def poisoned_batch(layout: Layout, query_lens: list[int], seq_lens: list[int], seed: int = 0) -> SyntheticBatch:
-    batch = synthetic_batch(layout.spec(CPU, torch.float32, 8), query_lens, seq_lens, seed=seed)
+def poisoned_batch(
+    layout: Layout, query_lens: list[int], seq_lens: list[int], *, heads_first: bool = False
+) -> SyntheticBatch:
+    batch = synthetic_batch(layout.spec(CPU, torch.float32, 8), query_lens, seq_lens, heads_first=heads_first)
     poison(batch, layout.page, NAN)
     return batch
 
@@ -61,7 +63,8 @@ def test_any_batch(data: st.DataObject) -> None:
         data.draw(st.sampled_from([16, 32, 64, 128])),
     )
     pairs = data.draw(st.lists(st.tuples(st.integers(1, 40), st.integers(0, 90)), min_size=1, max_size=4))
-    batch = poisoned_batch(layout, [q for q, _ in pairs], [q + context for q, context in pairs])
+    query_lens, seq_lens = [q for q, _ in pairs], [q + context for q, context in pairs]
+    batch = poisoned_batch(layout, query_lens, seq_lens, heads_first=data.draw(st.booleans()))
     backend = TritonAttentionBackend(layout.spec(CPU, torch.float32, 8))
     backend.forward(batch.query, batch.kv_cache, batch.metadata, 0.1, batch.output)
     assert error_of(batch, 0.1) < tolerance(torch.float32, interpreted=True)
@@ -109,6 +112,20 @@ def test_queries_may_be_a_slice_of_the_merged_projection() -> None:
         merged = torch.randn(batch.query.shape[0], 8 * 64)
         batch.query = merged[:, : 4 * 64].unflatten(1, (4, 64))
         backend = TritonAttentionBackend(layout.spec(CPU, torch.float32, 8))
+        backend.forward(batch.query, batch.kv_cache, batch.metadata, 0.125, batch.output)
+        assert error_of(batch, 0.125) < tolerance(torch.float32, interpreted=True)
+
+
+def test_keys_and_values_are_written_where_attention_reads_them() -> None:
+    layout = Layout(4, 2, 64, 16)
+    for heads_first in (False, True):
+        batch = poisoned_batch(layout, [1, 5, 0], [20, 40, 0], heads_first=heads_first)
+        backend = TritonAttentionBackend(layout.spec(CPU, torch.float32, 8))
+        backend.write_kv(batch.key, batch.value, batch.kv_cache, batch.metadata.slot_mapping)
+        for row, slot in enumerate(batch.metadata.slot_mapping.tolist()):
+            if slot >= 0:
+                assert torch.equal(batch.kv_cache[0, slot // 16, slot % 16], batch.key[row])
+                assert torch.equal(batch.kv_cache[1, slot // 16, slot % 16], batch.value[row])
         backend.forward(batch.query, batch.kv_cache, batch.metadata, 0.125, batch.output)
         assert error_of(batch, 0.125) < tolerance(torch.float32, interpreted=True)
 
