@@ -113,6 +113,12 @@ class ModelCompiler:
             )
         try:
             self._compiled = self._load() or self._load_or_compile()
+        except OSError as error:
+            self._lock.close()
+            raise UserError(
+                f"--mode compile: cannot work in {self.directory}: {error.strerror}; free space there, point TMPDIR "
+                "elsewhere, or pass --enforce-eager"
+            ) from error
         except BaseException:
             self._lock.close()
             raise
@@ -127,13 +133,7 @@ class ModelCompiler:
             if compiled is not None:
                 self._lock.close()
                 return compiled
-        try:
-            return self._compile()
-        except OSError as error:
-            raise UserError(
-                f"--mode compile: cannot work in {self.directory}: {error.strerror}; free space there, point TMPDIR "
-                "elsewhere, or pass --enforce-eager"
-            ) from error
+        return self._compile()
 
     def publish(self) -> None:
         """Store what was compiled, after the first full-size run has settled it, and release the entry's lock. A
@@ -158,6 +158,7 @@ class ModelCompiler:
                 return None
             plan = msgspec.json.decode((self.directory / _PLAN).read_bytes(), type=Plan)
             plan.check()
+            self._check_weights(plan)
             pieces = []
             with inductor_dir(self.directory / _INDUCTOR), contextlib.ExitStack() as stack:
                 with self.timeline.span("compile/import-inductor"):
@@ -203,6 +204,12 @@ class ModelCompiler:
                         pieces.append(compile_piece(piece, self._artifact(number)))
         (self.directory / _PLAN).write_bytes(msgspec.json.encode(plan))
         return CompiledModel(self.model, plan, pieces, key=self.key, cache_hit=False, directory=self.directory)
+
+    def _check_weights(self, plan: Plan) -> None:
+        names = {name for name, _ in (*self.model.named_parameters(), *self.model.named_buffers())}
+        missing = plan.weights() - names
+        if missing:
+            raise CacheEntryError(f"{_PLAN} names the weight {min(missing)}, which the model does not have")
 
     def _import_inductor(self, stack: contextlib.ExitStack) -> Callable[[], None]:
         """Import Inductor. On CPU it also has to find out which vector instructions work, by compiling and running

@@ -60,6 +60,11 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         if filled - set(range(self.num_slots)):
             raise ValueError(f"slots beyond {self.num_slots} are used")
 
+    def weights(self) -> set[str]:
+        """Names of all weights that the steps read."""
+        operands = [o for step in self.steps if isinstance(step, PieceStep) for o in step.operands]
+        return {operand.weight for operand in operands if operand.weight is not None}
+
     @staticmethod
     def _check_operand(operand: Operand, filled: set[int], step: int) -> None:
         if sum(field is not None for field in (operand.slot, operand.weight, operand.input)) != 1:
