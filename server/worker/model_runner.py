@@ -21,7 +21,7 @@ from server.worker.input_batch import InputBatch, StepRows
 from server.worker.input_buffers import InputBuffers
 from server.worker.logprobs import LogprobTensors, gather_logprobs
 from server.worker.prompt_logprobs import PromptLogprobs, PromptPart
-from server.worker.sampler import RandomRows, SamplingMetadata, sample
+from server.worker.sampler import RandomRows, SamplingMetadata, greedy, sample
 from server.worker.sampling_state import SamplingState
 
 if TYPE_CHECKING:
@@ -280,6 +280,7 @@ class ModelRunner:
         vocabulary and from a part."""
         logits = torch.zeros((2, self.model.config.vocab_size), dtype=self.dtype, device=self.device)
         for form in (logits, logits.float()):
+            greedy(form).tolist()
             for limited in (False, True):
                 sample(form.clone(), *self._random_rows(len(form), limited=limited)).tolist()
 
