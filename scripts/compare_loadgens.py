@@ -3,7 +3,7 @@
     python scripts/compare_loadgens.py [--only benchctl] [--repeat 3] [--output FILE.json]
 
 Every tool that is installed (aiperf and guidellm are not dependencies of benchctl; install them into environments of
-their own and name the commands with --aiperf and --guidellm; written against aiperf 0.13.0 and guidellm 0.8.1) drives the
+their own and name the commands with --aiperf and --guidellm; written for aiperf 0.13.0 and guidellm 0.8.1) drives the
 same mock, on the same cores, one after the other. Both want a tokenizer for their prompts: COMPARE_TOKENIZER names a
 model or a folder (default gpt2).
 

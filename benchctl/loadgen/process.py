@@ -18,8 +18,9 @@ import uvloop
 
 from benchctl.loadgen.assign import Share
 from benchctl.loadgen.options import LoadOptions
+from benchctl.loadgen.recorder import Report
 from benchctl.loadgen.records import RecordFile
-from benchctl.loadgen.worker import LoadWorker, Report
+from benchctl.loadgen.worker import LoadWorker
 
 
 class Ready(msgspec.Struct):

@@ -18,8 +18,8 @@ from benchctl.loadgen.assign import Share, split
 from benchctl.loadgen.endpoint import as_messages, parse_endpoint
 from benchctl.loadgen.options import LoadOptions, LoadOutcome, default_workers
 from benchctl.loadgen.process import Cancel, Crashed, Finished, Ready, Start, start_worker
+from benchctl.loadgen.recorder import Report
 from benchctl.loadgen.records import Records, create_records
-from benchctl.loadgen.worker import Report
 from benchctl.matrix.progress import Progress
 from benchctl.metrics import compute_metrics, parse_exclusion, parse_slo
 from reports.results import explain_os_error

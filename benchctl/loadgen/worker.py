@@ -9,23 +9,18 @@ import random
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import TYPE_CHECKING
-
-import msgspec
 
 from benchctl.loadgen.assign import Share
 from benchctl.loadgen.connection import Connection, Flight
 from benchctl.loadgen.endpoint import Connector, RequestEncoder, as_messages, parse_endpoint
 from benchctl.loadgen.options import LoadOptions
-from benchctl.loadgen.records import CAUSE_LABELS, Cause, Record, RecordFile, TokenSource
+from benchctl.loadgen.pool import ConnectionPool
+from benchctl.loadgen.recorder import Recorder, Report
+from benchctl.loadgen.records import Cause, RecordFile
 from benchctl.loadgen.stream import AnswerStream
 from benchctl.loadgen.timer import DeadlineTimer
 from benchctl.loadgen.transport import SocketPoller
-from server.errors import printable
 from workloads.base import Message, WorkloadRequest
-
-if TYPE_CHECKING:
-    from workloads.tokenizer import TokenizerLike
 
 LOOKAHEAD_NS = 50_000_000
 """How long before it is due a request is encoded and a connection for it opened."""
@@ -36,7 +31,6 @@ REPORT_INTERVAL_S = 0.25
 _SWEEP_INTERVAL_S = 0.05
 _PREPARE_AT_ONCE = 2
 """Requests prepared between two looks at the sockets."""
-_MOST_CONNECTING = 256
 _MOST_AHEAD = 64
 """Requests that a closed loop has encoded before they are due, at most one per user."""
 _GIVE_UP_CONNECTS = 50
@@ -44,18 +38,6 @@ _GIVE_UP_NS = 5_000_000_000
 _REFUSED_PAUSE_NS = 100_000_000
 """A user of a closed loop whose connection was refused waits this long: the workload must not burn down at once."""
 _RETRYABLE_STATUS = frozenset({408, 425, 429, 500, 502, 503, 504})
-
-
-class Report(msgspec.Struct):
-    """How far a worker is."""
-
-    completed: int = 0
-    failed: int = 0
-    in_flight: int = 0
-    tokens: int = 0
-    """Token events, those of requests in flight included."""
-    ttft_s: list[float] = []
-    """Of requests that ended since the last report."""
 
 
 class LoadWorker:
@@ -70,7 +52,7 @@ class LoadWorker:
     ) -> None:
         self._share = share
         self._options = options
-        self._records = records
+        self._recorder = Recorder(records, worker=share.worker, tokenizer=options.tokenizer)
         self._on_report = on_report
         endpoint = parse_endpoint(options.url, options.endpoint)
         self._encoder = RequestEncoder(
@@ -83,12 +65,10 @@ class LoadWorker:
         )
         self._loop = asyncio.get_running_loop()
         self._poller = SocketPoller(self._loop)
-        self._connector = Connector(
-            endpoint, self._poller, lambda: Connection(self, self._loop), options.connect_timeout_s
-        )
+        connector = Connector(endpoint, self._poller, lambda: Connection(self, self._loop), options.connect_timeout_s)
+        self._pool = ConnectionPool(self, connector)
         self._timer = DeadlineTimer(self._loop, self._tick)
         self._ended: asyncio.Future[None] = self._loop.create_future()
-        self._tasks: set[asyncio.Task[None]] = set()
         self._closed_loop = share.times_ns is None
         self._start_ns = 0
         self._next = 0
@@ -97,52 +77,42 @@ class LoadWorker:
         """Heap of flights that are due at a time of their own: later turns and retries."""
         self._sequence = 0
         self._capped: deque[Flight] = deque()
-        self._waiting: deque[Flight] = deque()
-        """Due, but without a connection yet."""
-        self._idle: list[Connection] = []
-        self._connecting = 0
-        self._spare = 0
-        """Connections wanted beyond those that flights wait for."""
         self._flying: dict[Flight, Connection] = {}
         self._active = 0
         self._turns: dict[int, list[int]] = {}
         """Position of the turn in flight -> positions of the turns after it."""
         self._history: dict[int, list[Message]] = {}
-        self._tokenizer: TokenizerLike | None = None
         self._stopping = False
-        self._refused = 0
-        self._last_contact_ns = 0
-        self._report = Report()
-        self._ended_tokens = 0
-        self._to_record: deque[tuple[Flight, Cause, int]] = deque()
-        """Ended, counted, not yet handed to the writer."""
+        self._last_answer_ns = 0
         self._tidying = False
         self._wanted_ahead = min(share.concurrency or 0, _MOST_AHEAD)
         self.aborted: str | None = None
         """Why the worker gave up, or None."""
-        self.error_details: dict[str, str] = {}
+
+    @property
+    def error_details(self) -> dict[str, str]:
+        """One message per cause of failure."""
+        return self._recorder.error_details
 
     async def run(self, start_ns: int) -> None:
         """Send everything; `start_ns` is CLOCK_MONOTONIC, equal for all workers, and not far in the future."""
-        self._start_ns = self._last_contact_ns = start_ns
+        self._start_ns = start_ns
         self._loop.set_exception_handler(self._on_loop_error)
         sweep = self._loop.create_task(self._sweep())
         try:
             if self._closed_loop:
-                self._later = []
                 self._prepare_users()
             self._tick()
             await self._ended
         finally:
             sweep.cancel()
             self._timer.close()
-            for task in list(self._tasks):
-                task.cancel()
-            for connection in [*self._idle, *self._flying.values()]:
+            self._pool.close()
+            for connection in self._flying.values():
                 connection.abort()
             self._poller.close()
-            while self._to_record:
-                self._write_record(*self._to_record.popleft())
+            while self._recorder.write_one():
+                pass
             self._send_report()
 
     def cancel(self) -> None:
@@ -212,8 +182,7 @@ class LoadWorker:
         """See that so many connections are idle, or will be."""
         if self._share.concurrency is not None:
             wanted = min(wanted, self._share.concurrency - self._active)
-        self._spare = max(0, wanted - len(self._idle))
-        self._connect_as_needed()
+        self._pool.reserve(wanted)
 
     def _prepare_users(self) -> None:
         """The first request of every user of a closed loop."""
@@ -245,7 +214,7 @@ class LoadWorker:
             return
         flight = self._prepared.popleft()
         flight.scheduled_ns = flight.ready_ns = free_ns
-        if self._refused:
+        if self._pool.refused:
             self._push_later(free_ns + _REFUSED_PAUSE_NS, flight)
             self._arm()
         else:
@@ -287,7 +256,7 @@ class LoadWorker:
         if self._stopping:
             return
         if flight.attempts:
-            self._fly(flight)  # a retry has kept its place
+            self._pool.take(flight)  # a retry has kept its place
         elif not self._closed_loop and self._share.concurrency is not None and self._active >= self._share.concurrency:
             self._capped.append(flight)
         else:
@@ -295,65 +264,27 @@ class LoadWorker:
 
     def _launch(self, flight: Flight) -> None:
         self._active += 1
-        self._fly(flight)
+        self._pool.take(flight)
 
-    def _fly(self, flight: Flight) -> None:
-        while self._idle:
-            connection = self._idle.pop()
-            if connection.is_open:
-                self._send(flight, connection)
-                break
-        else:
-            self._waiting.append(flight)
-            self._spare = max(0, self._spare - 1)  # the connection that was wanted for it is now waited for
-            self._connect_as_needed()
-
-    def _send(self, flight: Flight, connection: Connection) -> None:
+    def send(self, flight: Flight, connection: Connection) -> None:
         connection.send(flight)
         flight.deadline_ns = time.monotonic_ns() + int(self._options.timeout_s * 1e9)
         self._flying[flight] = connection
 
-    def _connect_as_needed(self) -> None:
-        """One attempt for each flight that waits and each spare connection; the most at once is bounded."""
-        while self._connecting < min(_MOST_CONNECTING, len(self._waiting) + self._spare):
-            self._connecting += 1
-            task = self._loop.create_task(self._connect())
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
-
-    async def _connect(self) -> None:
-        try:
-            connection = await self._connector.connect()
-        except OSError as error:
-            self._connecting -= 1
-            self._connect_failed(error)
-            return
-        self._connecting -= 1
-        self._refused = 0
-        self._last_contact_ns = time.monotonic_ns()
-        if connection.is_open:
-            if not self._waiting:
-                self._spare = max(0, self._spare - 1)
-            self.connection_idle(connection)
-        self._connect_as_needed()
-
-    def _connect_failed(self, error: OSError) -> None:
-        self._refused += 1
-        now_ns = time.monotonic_ns()
+    def connect_failed(self, flight: Flight | None, error: OSError) -> None:
         if self._stopping:
             return
-        if self._waiting:
-            flight = self._waiting.popleft()
+        now_ns = time.monotonic_ns()
+        if flight is not None:
             flight.attempts += 1
             flight.detail = self._explain(error)
             self.flight_ended(flight, Cause.CONNECT, now_ns)
-        else:
-            self._spare = max(0, self._spare - 1)
-        if self._refused >= _GIVE_UP_CONNECTS and now_ns - self._last_contact_ns > _GIVE_UP_NS:
+        contact_ns = max(self._pool.last_contact_ns, self._last_answer_ns)
+        if self._pool.refused >= _GIVE_UP_CONNECTS and now_ns - contact_ns > _GIVE_UP_NS:
             self.aborted = f"{self._options.url} takes no connections any more: {self._explain(error)}"
             self.cancel()
         else:
-            self._connect_as_needed()
+            self._pool.connect_as_needed()
 
     def _explain(self, error: OSError) -> str:
         if isinstance(error, TimeoutError) and error.errno is None:
@@ -363,19 +294,15 @@ class LoadWorker:
     # --- what comes back (connection.Owner) ---
 
     def connection_idle(self, connection: Connection) -> None:
-        if self._waiting:
-            self._send(self._waiting.popleft(), connection)
-        else:
-            self._idle.append(connection)
+        self._pool.give(connection)
 
     def connection_lost(self, connection: Connection) -> None:
-        if connection in self._idle:
-            self._idle.remove(connection)
+        self._pool.lost(connection)
 
     def flight_stale(self, flight: Flight) -> None:
         self._flying.pop(flight, None)
         if not self._stopping:
-            self._fly(flight)
+            self._pool.take(flight)
 
     def flight_ended(self, flight: Flight, cause: Cause, now_ns: int) -> None:
         self._flying.pop(flight, None)
@@ -460,22 +387,11 @@ class LoadWorker:
     # --- records ---
 
     def _record(self, flight: Flight, cause: Cause, now_ns: int) -> None:
-        """Count an ended request; what takes longer waits until no socket has anything to say."""
-        answer = flight.answer
-        self._to_record.append((flight, cause, now_ns))
-        self._tidy_soon()
-        self._ended_tokens += len(answer.times)
-        report = self._report
+        """Count an ended request; writing it down waits until no socket has anything to say."""
+        self._recorder.ended(flight, cause, now_ns)
         if not cause:
-            report.completed += 1
-            self._last_contact_ns = now_ns
-            if answer.times:
-                report.ttft_s.append((answer.times[0] - flight.scheduled_ns) / 1e9)
-        elif cause is not Cause.INTERRUPTED:
-            report.failed += 1
-            label = CAUSE_LABELS.get(cause) or f"http {flight.http_status}"
-            # In the words of a server that need not mean well.
-            self.error_details.setdefault(label, printable(flight.detail or answer.detail))
+            self._last_answer_ns = now_ns
+        self._tidy_soon()
 
     def _tidy_soon(self) -> None:
         if not self._tidying:
@@ -485,54 +401,15 @@ class LoadWorker:
     def _tidy(self) -> None:
         """One piece of work that nobody waits for, per turn of the loop: many answers may have ended at once."""
         self._tidying = False
-        if self._to_record:
-            self._write_record(*self._to_record.popleft())
-        elif not self._closed_loop or len(self._prepared) >= self._wanted_ahead or not self._prepare_ahead():
-            return
-        self._tidy_soon()
-
-    def _write_record(self, flight: Flight, cause: Cause, now_ns: int) -> None:
-        answer, request = flight.answer, flight.request
-        assert isinstance(request, WorkloadRequest)
-        output_tokens, source = self._count_output(answer, cause)
-        prompt_tokens = answer.prompt_tokens if answer.prompt_tokens is not None else request.prompt_tokens
-        self._records.add(
-            Record(
-                index=request.index,
-                worker=self._share.worker,
-                cause=cause,
-                retries=max(0, flight.attempts - 1),
-                http_status=flight.http_status,
-                token_source=source,
-                scheduled_ns=flight.scheduled_ns,
-                ready_ns=flight.ready_ns,
-                sent_ns=flight.sent_ns,
-                end_ns=flight.end_ns or now_ns,
-                prompt_tokens=-1 if prompt_tokens is None else prompt_tokens,
-                output_tokens=output_tokens,
-                times_ns=answer.times,
-                tokens=answer.tokens,
-            )
-        )
+        ahead = self._closed_loop and len(self._prepared) < self._wanted_ahead
+        if self._recorder.write_one() or (ahead and self._prepare_ahead()):
+            self._tidy_soon()
 
     def _record_unsent(self, position: int, now_ns: int) -> None:
         request = self._share.requests[position]
         flight = Flight(position, request, b"", scheduled_ns=now_ns, ready_ns=now_ns)
         flight.detail = "the answer it continues was not received"
         self._record(flight, Cause.NO_PREVIOUS_TURN, now_ns)
-
-    def _count_output(self, answer: AnswerStream, cause: Cause) -> tuple[int, TokenSource]:
-        if answer.completion_tokens is not None:
-            return answer.completion_tokens, TokenSource.USAGE
-        if cause:
-            return -1, TokenSource.NONE
-        if self._options.tokenizer is not None:
-            if self._tokenizer is None:
-                from workloads.tokenizer import load_tokenizer
-
-                self._tokenizer = load_tokenizer(self._options.tokenizer)
-            return self._tokenizer.count("".join(answer.texts), add_special_tokens=False), TokenSource.TOKENIZER
-        return len(answer.times), TokenSource.EVENTS
 
     # --- in the background ---
 
@@ -553,17 +430,13 @@ class LoadWorker:
                     connection.expire()
             if now_ns / 1e9 >= report_at:
                 report_at = now_ns / 1e9 + REPORT_INTERVAL_S
-                self._records.flush()
+                self._recorder.flush()
                 self._send_report()
                 self._check_end()
 
     def _send_report(self) -> None:
-        report = self._report
-        report.in_flight = self._active
-        report.tokens = self._ended_tokens + sum(len(flight.answer.times) for flight in self._flying)
-        report.ttft_s = report.ttft_s[-200:]
-        self._on_report(report)
-        report.ttft_s = []
+        flying = sum(len(flight.answer.times) for flight in self._flying)
+        self._on_report(self._recorder.take_report(self._active, flying))
 
     def _on_loop_error(self, loop: asyncio.AbstractEventLoop, context: dict[str, object]) -> None:
         """An exception in a callback is a defect of ours: end the worker with it instead of measuring on."""

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from benchctl.loadgen import worker as worker_module
+from benchctl.loadgen import pool
 from benchctl.loadgen.records import Records
 from benchctl.loadgen.run import run_load
 from benchctl.matrix.progress import Progress
@@ -87,7 +87,7 @@ def test_a_burst_is_sent_at_once_over_any_number_of_connections(
     tmp_path: Path, arrival: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """More at once than connections are opened at once: none may wait for an answer to another."""
-    monkeypatch.setattr(worker_module, "_MOST_CONNECTING", 20)
+    monkeypatch.setattr(pool, "MOST_CONNECTING", 20)
     with running_mock(ttft_s=2.0) as mock:
         outcome = load_here(mock.url, synthetic(300, output_len=1), arrival, tmp_path / "r")
         assert mock.accepted == 300
