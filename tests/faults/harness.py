@@ -78,6 +78,21 @@ def wait_until(condition: Callable[[], object], timeout_s: float = 20.0, message
         time.sleep(0.02)
 
 
+def wait_children(server: Server) -> list[int]:
+    """Pids of the server's three children, once each runs its own program."""
+
+    def running() -> list[int]:
+        pids = []
+        for pid in server.children():
+            with contextlib.suppress(OSError):
+                if b"--status-fd" in Path(f"/proc/{pid}/cmdline").read_bytes():
+                    pids.append(pid)
+        return pids
+
+    wait_until(lambda: len(running()) == len(MODULES), message=server.log_text())
+    return running()
+
+
 def can_bind(port: int) -> bool:
     try:
         socket.create_server(("127.0.0.1", port)).close()

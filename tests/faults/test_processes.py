@@ -23,7 +23,7 @@ from tests.faults.harness import (
     open_session,
     runtime_base,
     serve,
-    wait_until,
+    wait_children,
 )
 from tests.integration.serving import Server, gone
 
@@ -97,8 +97,7 @@ def test_idle(tmp_path: Path, port: int, module: str, number: signal.Signals) ->
 @pytest.mark.parametrize("module", MODULES)
 def test_while_starting(tmp_path: Path, port: int, module: str, number: signal.Signals) -> None:
     with serve(tmp_path, *TINY, port=port) as server:
-        wait_until(lambda: len(server.children()) == 3)
-        children = server.children()
+        children = wait_children(server)
         os.kill(server.child(module), number)
         assert server.process.wait(20) == 1
         assert words_for(number) in server.log_text()

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import httpx
 
-from tests.faults.harness import TINY, can_bind, runtime_base, serve, wait_until
+from tests.faults.harness import TINY, can_bind, runtime_base, serve, wait_children, wait_until
 from tests.integration.serving import Server, gone
 
 
@@ -45,7 +45,7 @@ def test_a_killed_server_comes_back_and_a_signal_ends_the_pause(tmp_path: Path) 
 
 def test_a_server_that_never_was_ready_is_not_restarted(tmp_path: Path) -> None:
     with serve(tmp_path, *TINY, "--restart", "on-failure") as server:
-        wait_until(lambda: len(server.children()) == 3)
+        wait_children(server)
         os.kill(server.child("server.engine"), signal.SIGKILL)
         assert server.process.wait(20) == 1
         assert "Restarting" not in server.log_text()
