@@ -20,9 +20,9 @@ from reports.schema import Provenance
 
 # Packages whose version can move a number in a result.
 PACKAGES = (
-    "aiohttp",
     "flash-attn",
     "flash-attn-4",
+    "httptools",
     "msgspec",
     "numpy",
     "pyzmq",
