@@ -52,11 +52,14 @@ def install_eager_kernels(model: nn.Module) -> Counter[str]:
     return installed
 
 
-def install_compiled_kernels(model: nn.Module) -> Counter[str]:
+def install_compiled_kernels(model: nn.Module, *, norms: bool = False) -> Counter[str]:
     """Replace the projections by `torch.ops.benchserve.linear` and `gated_linear`, and what lies between projection and
-    attention by the rotary kernel within the attention operator; returns how many of each. For models that are
-    compiled."""
-    installed = install_kernels(model, {"linear": _linear_operator})
+    attention by the rotary kernel within the attention operator; with `norms` also the norms, which Inductor otherwise
+    fuses with their neighbours. Returns how many of each. For models that are compiled."""
+    factories: dict[str, KernelFactory] = {"linear": _linear_operator}
+    if norms:
+        factories["rms_norm"] = _rms_norm_operator
+    installed = install_kernels(model, factories)
     for module in model.modules():
         if isinstance(module, SelfAttention):
             module.attn.rotate_and_store = _rotate_and_store(module)
@@ -80,6 +83,20 @@ def _rms_norm(layer: RMSNorm) -> Forward:
         if residual is None:
             return rms_norm(x, weight, eps)
         return add_rms_norm(x, residual, weight, eps)
+
+    return forward
+
+
+def _rms_norm_operator(layer: RMSNorm) -> Forward:
+    from server.kernels import norm_op as _norm_op  # noqa: F401 - registers the operators
+
+    weight, eps = layer.weight, layer.eps
+    norm, add_norm = torch.ops.benchserve.rms_norm.default, torch.ops.benchserve.add_rms_norm.default
+
+    def forward(x: torch.Tensor, residual: torch.Tensor | None = None) -> Any:
+        if residual is None:
+            return norm(x, weight, eps)
+        return add_norm(x, residual, weight, eps)
 
     return forward
 

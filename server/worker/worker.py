@@ -18,6 +18,7 @@ from server.attention import select_backend
 from server.attention.base import AttentionBackend, AttentionSpec
 from server.child import Child, FailedMessage
 from server.compilation.counters import CompileCounters
+from server.errors import UserError
 from server.ipc import engine_to_worker, worker_to_engine
 from server.ipc.engine_to_worker import ScheduleStep, Shutdown
 from server.ipc.worker_to_engine import WorkerReady
@@ -122,6 +123,8 @@ class Worker:
             )
             if self.device.type == "cuda":
                 self._install_kernels(model)
+            elif options.custom_ops == "on":
+                raise UserError(f"--custom-ops on: the kernels need a CUDA device, this is {self.device.type}")
         compiler = None
         with ThreadPoolExecutor(2, thread_name_prefix="load") as pool:
             loading = pool.submit(self._load_weights, model, resolved)
@@ -150,9 +153,12 @@ class Worker:
         """Put our Triton kernels in the place of the layers' plain torch."""
         from server.kernels.install import install_compiled_kernels, install_eager_kernels
 
+        wanted = self.config.compilation.custom_ops
+        if wanted == "off":
+            return
         if self.config.compilation.mode == "compile":
-            install_compiled_kernels(model)
-        elif self.config.compilation.custom_ops != "off":
+            install_compiled_kernels(model, norms=wanted == "on")
+        else:
             install_eager_kernels(model)
 
     def _load_weights(self, model: CausalLM, resolved: ResolvedModel) -> None:

@@ -49,6 +49,20 @@ def test_compiled_equals_eager(family: str, tmp_path: Path) -> None:
         free(compiled)
 
 
+@pytest.mark.parametrize("custom_ops", ["on", "off"])
+def test_custom_ops_compute_the_same(custom_ops: str, tmp_path: Path) -> None:
+    folder = model_folder(tmp_path / "model", "qwen3")
+    prompts = some_prompts([1, 30, 7, 64])
+    expected = {}
+    for mode in ("eager", "compile"):
+        worker = start_worker(tmp_path, folder, mode=mode, custom_ops=custom_ops)  # type: ignore[arg-type]
+        for chunk in (1, 26):
+            rows = forced_logprobs(worker, prompts, chunk)
+            for got, wanted in zip(rows, expected.setdefault(chunk, rows), strict=True):
+                torch.testing.assert_close(got, wanted, atol=TOLERANCE, rtol=0)
+        free(worker)
+
+
 def test_no_batch_compiles_after_readiness(tmp_path: Path) -> None:
     """Every number of tokens up to the budget, and every number of decoding sequences, in random order."""
     worker = start_worker(tmp_path)
