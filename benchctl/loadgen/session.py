@@ -30,6 +30,8 @@ from server.errors import UserError
 
 _GENERATED = frozenset({"synthetic", "sharegpt-like"})
 """Workloads that have as many requests as one asks for."""
+_REQUESTS_PER_USER_S = 20
+_MOST_FOR_USERS = 100_000
 
 
 class LoadSession:
@@ -177,14 +179,23 @@ class LoadSession:
 
 
 def sized_workload(workload: dict[str, Any], arrival: dict[str, Any]) -> dict[str, Any]:
-    """The workload with enough requests for a rate and a duration, where it can have any number and none is stated."""
-    rate, duration_s = arrival.get("rate"), arrival.get("duration_s")
+    """The workload with enough requests for the arrival's duration, where it can have any number and none is stated.
+
+    For a rate: its expectation and six standard deviations. For users: 20 requests a second each, 100,000 at most.
+    """
+    duration_s = arrival.get("duration_s")
     if "num_requests" in workload or workload.get("name") not in _GENERATED:
         return workload
-    if not isinstance(rate, int | float) or not isinstance(duration_s, int | float) or rate <= 0 or duration_s <= 0:
+    if not isinstance(duration_s, int | float) or duration_s <= 0:
         return workload
-    expected = rate * duration_s
-    return {**workload, "num_requests": math.ceil(expected + 6 * math.sqrt(expected) + 16)}
+    rate, users = arrival.get("rate"), arrival.get("concurrency")
+    if isinstance(rate, int | float) and rate > 0:
+        expected = rate * duration_s
+        return {**workload, "num_requests": math.ceil(expected + 6 * math.sqrt(expected) + 16)}
+    if isinstance(users, int) and users > 0:
+        wanted = math.ceil(users * (1 + _REQUESTS_PER_USER_S * duration_s))
+        return {**workload, "num_requests": max(users, min(wanted, _MOST_FOR_USERS))}
+    return workload
 
 
 def verdict(

@@ -52,3 +52,6 @@ def test_requests_enough_for_a_rate_and_a_duration() -> None:
     assert sized_workload({"name": "synthetic", "num_requests": 5}, poisson)["num_requests"] == 5
     assert "num_requests" not in sized_workload({"name": "custom"}, poisson)
     assert "num_requests" not in sized_workload({"name": "synthetic"}, {"name": "concurrency", "concurrency": 2})
+    users = {"name": "concurrency", "concurrency": 4, "duration_s": 10.0}
+    assert sized_workload({"name": "sharegpt-like"}, users)["num_requests"] == 804
+    assert sized_workload({"name": "synthetic"}, {**users, "duration_s": 1e6})["num_requests"] == 100_000
