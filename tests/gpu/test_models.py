@@ -13,11 +13,10 @@ import pytest
 import torch
 
 from server.config import BackendName, CudaGraphMode, Mode
-from server.ipc.engine_to_worker import ScheduleStep
 from server.models import registry
 from server.sampling_params import SamplingParams
 from server.worker.worker import Worker
-from tests.gpu.worker import start_worker
+from tests.gpu.worker import forget, start_worker
 from tests.unit.worker.harness import Driver
 
 MODELS = {
@@ -55,10 +54,6 @@ def _presets(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(scope="module")
 def cache_dir(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(tmp_path_factory.mktemp("compiled"))
-
-
-def forget(worker: Worker, names: list[str]) -> None:
-    worker.runner.execute(ScheduleStep(10**6, [], {}, {}, names))
 
 
 def prompt_logprobs(worker: Worker, steps: str) -> torch.Tensor:

@@ -18,6 +18,7 @@ from server.config import (
     SchedulerOptions,
     ServerConfig,
 )
+from server.ipc.engine_to_worker import ScheduleStep
 from server.timeline import Timeline
 from server.worker.worker import Worker
 
@@ -39,6 +40,11 @@ class StandInChild:
         raise AssertionError(f"unexpected message {message}")
 
 
+def forget(worker: Worker, names: list[str]) -> None:
+    """Drop requests from the worker's batch."""
+    worker.runner.execute(ScheduleStep(10**6, [], {}, {}, names))
+
+
 def start_worker(
     model: str,
     *,
@@ -49,12 +55,12 @@ def start_worker(
     custom_ops: str = "auto",
     dtype: str = "bfloat16",
     device: str = "cuda",
-    block_size: int | None = None,
+    load_format: str = "dummy",
 ) -> Worker:
     """Ready to run steps: compiled, captured, warm."""
     config = ServerConfig(
-        model=ModelOptions(model=model, dtype=dtype, load_format="dummy"),  # type: ignore[arg-type]
-        cache=CacheOptions(num_gpu_blocks_override=96, block_size=block_size),
+        model=ModelOptions(model=model, dtype=dtype, load_format=load_format),  # type: ignore[arg-type]
+        cache=CacheOptions(num_gpu_blocks_override=96),
         scheduler=SchedulerOptions(max_num_seqs=16, max_num_batched_tokens=512),
         compilation=CompilationOptions(
             mode=mode,
