@@ -7,9 +7,6 @@ import os
 import sys
 import tempfile
 from pathlib import Path
-from typing import Any
-
-import httpx
 
 from benchctl.targets.base import (
     RunningServer,
@@ -72,8 +69,7 @@ class BundledTarget(Target):
                     model = str(config.server_args.get("served_model_name") or config.model)
                     token_ns = first_token_ns(client, model, timeout_s=timeout_s)
                     timeline = get_json(client, "/v1/startup")
-                    said = [get_json(client, "/version"), timeline, told_by_timeline(timeline)]
-                    info = server_info(*said, context_length(client), {"mode": config.mode})
+                    info = server_info(get_json(client, "/version"))
             except TargetError as error:
                 process.stop()
                 error.log_tail = error.log_tail or process.log_tail()
@@ -85,21 +81,6 @@ class BundledTarget(Target):
             kind=kind, exec_ns=process.exec_ns, healthy_ns=healthy_ns, token_ns=token_ns, server=timeline
         )
         return RunningServer(url=url, model=model, process=process, startup=report, info=info)
-
-
-def told_by_timeline(timeline: dict[str, Any]) -> dict[str, Any]:
-    """The backend that was selected and the size of the KV cache, from the attributes of the start's phases."""
-    attributes = {span["name"]: span.get("attributes") or {} for span in timeline.get("spans") or []}
-    return {
-        "attention_backend": attributes.get("attention-backend", {}).get("backend"),
-        "num_blocks": attributes.get("kv-cache", {}).get("blocks"),
-    }
-
-
-def context_length(client: httpx.Client) -> dict[str, Any]:
-    """`max_model_len` as `/v1/models` tells it of the only model."""
-    cards = get_json(client, "/v1/models").get("data") or [{}]
-    return {"max_model_len": cards[0].get("max_model_len")}
 
 
 def _explain_exit(process: ServerProcess, code: int) -> str:

@@ -97,6 +97,7 @@ class _Lifecycle:
             model_name=model_name,
             tokenizer=tokenizer,
             chat_template=template,
+            engine=ready,
             limits=Limits(ready.max_model_len, resolved.config.vocab_size, resolved.config.eos_token_ids),
             client=client,
             metrics=metrics,

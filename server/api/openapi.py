@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import functools
-import importlib.metadata
 from typing import Any, NamedTuple
 
 import msgspec
 
+from benchctl import __version__
 from server.api import protocol, responses
 from server.api.errors import ErrorBody
 
@@ -57,7 +57,7 @@ def openapi_document() -> dict[str, Any]:
         paths.setdefault(operation.path, {})[operation.method] = _describe(operation, schema_of)
     return {
         "openapi": "3.1.0",
-        "info": {"title": "benchctl server", "version": importlib.metadata.version("benchctl")},
+        "info": {"title": "benchctl server", "version": __version__},
         "paths": paths,
         "components": {
             "schemas": components,

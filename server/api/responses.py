@@ -136,7 +136,17 @@ class DetokenizeResponse(msgspec.Struct):
 
 
 class VersionResponse(msgspec.Struct):
+    """vLLM's answer has the version alone; the rest is what a result should say of the server it measured."""
+
     version: str
+    mode: str
+    attention_backend: str
+    device: str
+    dtype: str
+    block_size: int
+    num_blocks: int
+    max_model_len: int
+    max_num_batched_tokens: int
 
 
 class HealthResponse(msgspec.Struct):

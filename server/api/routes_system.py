@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 from pathlib import Path
 
 from starlette.requests import Request
 from starlette.responses import Response
 
+from benchctl import __version__
 from server.api.body import json_response
 from server.api.errors import ApiError, model_not_found
 from server.api.openapi import openapi_document
@@ -40,7 +40,20 @@ async def health(http: Request) -> Response:
 
 
 async def version(http: Request) -> Response:
-    return json_response(VersionResponse(importlib.metadata.version("benchctl")))
+    engine = state_of(http).engine
+    return json_response(
+        VersionResponse(
+            __version__,
+            engine.mode,
+            engine.attention_backend,
+            engine.device,
+            engine.dtype,
+            engine.block_size,
+            engine.num_blocks,
+            engine.max_model_len,
+            engine.max_num_batched_tokens,
+        )
+    )
 
 
 async def metrics(http: Request) -> Response:

@@ -18,6 +18,7 @@ from server.api.sse import EventStreams
 from server.api.tokenizer import Tokenizer
 from server.api.validation import Limits
 from server.config import ServerConfig
+from server.ipc.engine_to_api import EngineReady
 
 
 @dataclass
@@ -28,6 +29,7 @@ class ApiState:
     tokenizer: Tokenizer
     chat_template: ChatTemplate
     limits: Limits
+    engine: EngineReady
     client: EngineClient
     metrics: Metrics
     siblings: SiblingMetrics

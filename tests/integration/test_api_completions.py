@@ -232,7 +232,9 @@ def test_system_routes(server: Server) -> None:
         assert client.get("/v1/models/tiny").json() == card
         assert client.get("/v1/models/other").status_code == 404
         assert client.get("/health").json() == {"status": "ok"}
-        assert client.get("/version").json()["version"]
+        version = client.get("/version").json()
+        assert version["version"]
+        assert {"mode", "attention_backend", "device", "dtype", "block_size", "num_blocks"} <= version.keys()
         assert client.get("/openapi.json").json()["openapi"].startswith("3.1")
         assert client.get("/v1/startup").status_code == 404
         report = '{"exec_ns": 1}'

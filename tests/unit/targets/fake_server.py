@@ -29,7 +29,7 @@ class Handler(BaseHTTPRequestHandler):
         if self.path == "/health":
             self._json({})
         elif self.path == "/version":
-            self._json({"version": "9.9"})
+            self._json({"version": "9.9", "mode": "eager", "attention_backend": "TORCH_SDPA", "num_blocks": 7})
         elif self.path == "/v1/models":
             self._json({"data": [{"id": "fake", "max_model_len": 4096}]})
         elif self.path == "/v1/startup":

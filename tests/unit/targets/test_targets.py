@@ -79,7 +79,7 @@ def test_launch_reports_the_start_and_stops_cleanly(fake: Callable[..., None], t
         assert server.info is not None
         assert server.info.engine_version == "9.9"
         assert (server.info.attention_backend, server.info.num_blocks) == ("TORCH_SDPA", 7)
-        assert (server.info.mode, server.info.max_model_len) == ("eager", 4096)
+        assert server.info.mode == "eager"
         pid = server.pid
     assert not alive(pid)
     assert server.exit_code() == -signal.SIGTERM
