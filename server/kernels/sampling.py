@@ -64,7 +64,7 @@ def _threshold_kernel(
             count = tl.zeros((TILE,), dtype=tl.int32)
             for start in tl.range(0, VOCAB, TILE):
                 x = tl.load(logits + start + offs, mask=start + offs < VOCAB, other=float("-inf")).to(tl.float32)
-                count += (_sortable(x) >= middle).to(tl.int32)
+                count += (_sortable(x) >= middle.to(tl.int32)).to(tl.int32)
             kept = tl.sum(count, 0)
             if kept >= top_k:
                 low = middle
@@ -73,7 +73,7 @@ def _threshold_kernel(
             else:
                 high = middle - 1
     if limit_p:
-        floor = low
+        floor = low.to(tl.int32)
         mass = tl.zeros((TILE,), dtype=tl.float32)
         for start in tl.range(0, VOCAB, TILE):
             x = tl.load(logits + start + offs, mask=start + offs < VOCAB, other=float("-inf")).to(tl.float32)
@@ -87,7 +87,7 @@ def _threshold_kernel(
             for start in tl.range(0, VOCAB, TILE):
                 x = tl.load(logits + start + offs, mask=start + offs < VOCAB, other=float("-inf")).to(tl.float32)
                 weight = tl.exp((x - maximum) / temperature)
-                mass += tl.where(_sortable(x) >= middle, weight, 0.0)
+                mass += tl.where(_sortable(x) >= middle.to(tl.int32), weight, 0.0)
             if tl.sum(mass, 0) >= wanted:
                 low = middle
             else:
