@@ -75,6 +75,9 @@ class CuteForward:
         self._library = flash_attn_direct.library_path(spec) if self._is_hopper else None
         self._kept = flash_attn_direct.load(self._library)
         """What an earlier start found, until its first call."""
+        if self._kept is None:
+            # Now, not at the first call: that may come from a thread, beside others that import parts of torch.
+            load_interface()
         self._direct: Any = None
         self._aux: Any = _NO_AUX_DATA
 

@@ -187,15 +187,16 @@ class ModelCompiler:
             with self.timeline.span("compile/import-inductor"):
                 wait_for_isa = self._import_inductor(stack)
                 from server.compilation.capture import capture
-                from server.compilation.repeat import SAMPLE, repeat_layers, shortened
+                from server.compilation.repeat import repeat_layers, shortened
                 from server.compilation.split import split
 
             with compile_processes(self.device):
-                with self.timeline.span("compile/dynamo"), shortened(self.model) as num_layers:
-                    captured = capture(self.model, _tuning_size(self.token_budget), self.device)
+                with self.timeline.span("compile/dynamo"):
+                    short, num_layers = shortened(self.model)
+                    captured = capture(short, _tuning_size(self.token_budget), self.device)
                 with self.timeline.span("compile/split"):
                     graph = split(captured)
-                    plan = repeat_layers(graph.plan, num_layers) if num_layers > SAMPLE else graph.plan
+                    plan = graph.plan if short is self.model else repeat_layers(graph.plan, num_layers)
                 with self.timeline.span("compile/isa-probe"):
                     wait_for_isa()
                 pieces = []

@@ -6,9 +6,8 @@ layers says how a layer in the middle follows on the one before it; `repeat_laye
 
 from __future__ import annotations
 
+import copy
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,21 +21,20 @@ _LAYER = re.compile(r"(?<![^.])layers\.(\d+)(?=\.)")
 Step = PieceStep | AttentionStep
 
 
-@contextmanager
-def shortened(model: nn.Module) -> Iterator[int]:
-    """Leave three of the model's `layers` in place within the block; yields how many there are in all.
+def shortened(model: nn.Module) -> tuple[nn.Module, int]:
+    """A model of the first three of `model`'s layers, on the same weights, and how many layers there are in all.
 
-    A model with fewer, or whose layers differ, stays whole: then the number is that of the layers in place.
+    `model` itself, which other threads may be filling with weights, is left alone. One with fewer layers, or whose
+    layers differ, is returned as it is.
     """
     layers = getattr(model, "layers", None)
-    if not isinstance(layers, nn.ModuleList) or len(layers) <= SAMPLE or not same_layers(layers):
-        yield len(layers) if isinstance(layers, nn.ModuleList) else 0
-        return
-    model.layers = nn.ModuleList(layers[:SAMPLE])
-    try:
-        yield len(layers)
-    finally:
-        model.layers = layers
+    if not isinstance(layers, nn.ModuleList):
+        return model, 0
+    if len(layers) <= SAMPLE or not same_layers(layers):
+        return model, len(layers)
+    short = copy.copy(model)
+    short._modules = {**model._modules, "layers": nn.ModuleList(layers[:SAMPLE])}
+    return short, len(layers)
 
 
 def same_layers(layers: nn.ModuleList) -> bool:

@@ -20,10 +20,10 @@ def deep_config(request: pytest.FixtureRequest) -> object:
 def test_repeated_plan_is_that_of_the_whole_model(deep_config: object) -> None:
     model = make_model(deep_config).model  # type: ignore[arg-type]
     whole = split(capture(model, 7, CPU))
-    with shortened(model) as num_layers:
-        assert (num_layers, len(model.layers)) == (5, SAMPLE)
-        sample = split(capture(model, 7, CPU))
-    assert len(model.layers) == 5
+    short, num_layers = shortened(model)
+    assert (num_layers, len(short.layers), len(model.layers)) == (5, SAMPLE, 5)  # type: ignore[arg-type]
+    assert short.layers[2] is model.layers[2]  # type: ignore[index]
+    sample = split(capture(short, 7, CPU))
     repeated = repeat_layers(sample.plan, num_layers)
     repeated.check()
     assert repeated == whole.plan
@@ -34,8 +34,7 @@ def test_layers_that_differ_are_captured_whole() -> None:
     model = make_model(msgspec.structs.replace(FAMILIES["llama"], num_layers=5)).model
     assert same_layers(model.layers)
     model.layers[3].input_layernorm.eps = 1e-3
-    with shortened(model) as num_layers:
-        assert num_layers == len(model.layers) == 5
+    assert shortened(model) == (model, 5)
 
 
 def test_a_plan_of_another_depth_is_refused() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from pathlib import Path
 from typing import Any
 
@@ -108,7 +109,7 @@ def test_formats() -> None:
         "phase,kind,median_s,min_s,max_s,n",
         "imports,cold,1.625000,1.500000,1.750000,2",
     ]
-    console = Console(width=120, record=True, quiet=True)
+    console = Console(width=120, record=True, file=io.StringIO())
     console.print(as_table("tiny, eager", summary))
     text = console.export_text()
     assert "exec to healthy" in text
