@@ -144,7 +144,8 @@ class FlashAttentionBackend(AttentionBackend):
         with ThreadPoolExecutor(1, thread_name_prefix="split-decode") as pool:
             split = pool.submit(self._split.warm_up, metadata_sizes) if self._split is not None else None
             # Twice: the first call through flash-attn-4 finds the function that the second and all later ones call.
-            for batch in warm_up_batches(self.spec, [1], [2], 2) if self._cute is not None else ():
+            built = self._cute is not None and self._cute.is_built()
+            for batch in warm_up_batches(self.spec, [1], [2], 2) if built else ():
                 self.forward(batch.query, batch.kv_cache, batch.metadata, 1.0, batch.output)
                 self.write_kv(batch.key, batch.value, batch.kv_cache, batch.metadata.slot_mapping)
             if split is not None:

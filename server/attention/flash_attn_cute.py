@@ -15,13 +15,14 @@ import importlib.util
 import logging
 import os
 import stat
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from server.attention import flash_attn_direct
+from server.attention import flash_attn_build, flash_attn_direct
 from server.attention.base import AttentionSpec
 from server.paths import benchctl_cache_dir
 
@@ -32,6 +33,7 @@ _NUM_ARGUMENTS = 18
 _TENSOR_POSITIONS = {"q": 0, "k": 1, "v": 2, "out": 3, "scale": 5, "cu_seqlens_q": 6, "seqused_k": 9, "page_table": 10}
 _AUX_POSITION = 15
 _NO_AUX_DATA = (None, None)
+_BUILD_TIMEOUT_S = 120.0
 
 _CACHE_DIR = "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR"
 
@@ -75,11 +77,27 @@ class CuteForward:
         self._library = flash_attn_direct.library_path(spec) if self._is_hopper else None
         self._kept = flash_attn_direct.load(self._library)
         """What an earlier start found, until its first call."""
-        if self._kept is None:
-            # Now, not at the first call: that may come from a thread, beside others that import parts of torch.
-            load_interface()
+        self._build: subprocess.Popen[bytes] | None = None
+        if self._kept is None and self._library is not None:
+            self._build = flash_attn_build.start(spec, self._library)
         self._direct: Any = None
         self._aux: Any = _NO_AUX_DATA
+
+    def is_built(self) -> bool:
+        """Wait for the process that compiles the function; whether it is there now. If not, the first call imports the
+        package and compiles, and must come from the main thread: both clash with Dynamo in another one."""
+        if self._build is not None:
+            build, self._build = self._build, None
+            try:
+                _, said = build.communicate(timeout=_BUILD_TIMEOUT_S)
+            except subprocess.TimeoutExpired:
+                build.kill()
+                _, said = build.communicate()
+            self._kept = flash_attn_direct.load(self._library)
+            if self._kept is None:
+                last = said.decode("utf-8", "replace").strip().rpartition("\n")[2]
+                logger.warning("flash-attn-4 is compiled in this process, another one failed: %s", last)
+        return self._kept is not None or self._direct is not None
 
     def __call__(
         self,
@@ -101,6 +119,7 @@ class CuteForward:
                 None, None, None, None, self._aux, None, None,
             )  # fmt: skip
             return
+        self.is_built()
         kept, self._kept = self._kept, None
         if kept is not None:
             self._direct = kept
@@ -133,7 +152,7 @@ class CuteForward:
 
         Without `max_seqlen_q` the entry point selects the same function for any query length.
         """
-        recorder = _Recorder(forward.compile_cache)
+        recorder = Recorder(forward.compile_cache)
         forward.compile_cache = recorder
         try:
             forward(query, key_cache, value_cache, **keywords)
@@ -153,7 +172,7 @@ class CuteForward:
             flash_attn_direct.store(self._library, recorder.cache, recorder.key)
 
 
-class _Recorder:
+class Recorder:
     """Stands in for the package's cache of compiled functions during one call and notes what is called, with what."""
 
     def __init__(self, cache: Any) -> None:
@@ -163,6 +182,7 @@ class _Recorder:
         self.arguments: tuple[Any, ...] = ()
 
     def __contains__(self, key: Any) -> bool:
+        self.key = key
         return key in self.cache
 
     def __setitem__(self, key: Any, function: Any) -> None:

@@ -13,7 +13,7 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import torch
 
-from server.attention import flash_attn_direct
+from server.attention import flash_attn_cute, flash_attn_direct
 from server.attention.base import AttentionSpec
 
 SPEC = AttentionSpec(torch.device("cpu"), torch.bfloat16, 32, 8, 128, 64)
@@ -104,3 +104,34 @@ def test_a_damaged_library_and_a_missing_object_are_worth_a_warning(
     flash_attn_direct.store(path, _Cache(tmp_path), "another key")
     assert not path.exists()
     assert "is not kept for the next start" in caplog.text
+
+
+def hopper(monkeypatch: pytest.MonkeyPatch, command: str) -> flash_attn_cute.CuteForward:
+    """The backend's way to flash-attn-4 on a cold start whose compiling process runs `command`."""
+
+    def start(spec: AttentionSpec, path: Path) -> subprocess.Popen[bytes]:
+        return subprocess.Popen(["/bin/sh", "-c", command, "sh", str(path)], stderr=subprocess.PIPE)
+
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    monkeypatch.setattr(flash_attn_cute.flash_attn_build, "start", start)
+    return flash_attn_cute.CuteForward(SPEC)
+
+
+def test_a_cold_start_waits_for_the_process_that_compiles(
+    package: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = tmp_path / "answer.c"
+    source.write_text("int func(void) { return 42; }")
+    forward = hopper(monkeypatch, f'mkdir -p "$(dirname "$1")" && cc -shared -fPIC {source} -o "$1"')
+    assert forward.is_built()
+    assert forward._kept() == 42
+    assert hopper(monkeypatch, "exit 1").is_built()  # the next start finds it and starts no process
+
+
+def test_a_failed_process_is_reported_and_made_up_for(
+    package: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    forward = hopper(monkeypatch, "echo first >&2; echo no such architecture >&2; exit 1")
+    assert not forward.is_built()
+    assert not forward.is_built()
+    assert caplog.text.count("another one failed: no such architecture") == 1
