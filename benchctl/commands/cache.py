@@ -79,13 +79,13 @@ def _table(entries: list[EntryInfo]) -> object:
     from rich.table import Table
 
     table = Table(box=None, pad_edge=False, header_style="bold")
-    for name in ("key", "stored", "size", "model", "layers", "dtype", "budget", "device", "torch"):
-        table.add_column(name, no_wrap=name in ("key", "stored", "size"))
+    for name in ("key", "stored", "size", "model", "dtype", "budget", "device", "torch"):
+        table.add_column(name, no_wrap=name not in ("device", "torch"))
     for entry in entries:
         architecture, hidden, layers, dtype, device, budget, torch = (entry.factors.get(n, "?") for n in _SHOWN)
         stored = datetime.fromtimestamp(entry.modified).strftime("%Y-%m-%d %H:%M")
-        model = f"{architecture.removesuffix('ForCausalLM')} {hidden}"
-        table.add_row(entry.key[:12], stored, _size(entry.bytes), model, layers, dtype, budget, device, torch)
+        model = f"{architecture.removesuffix('ForCausalLM')} {hidden} x {layers}"
+        table.add_row(entry.key[:12], stored, _size(entry.bytes), model, dtype, budget, device, torch)
     return table
 
 

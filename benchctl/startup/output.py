@@ -33,10 +33,10 @@ def as_json(result: CellResult, summary: Summary) -> str:
 def as_table(title: str, summary: Summary) -> RenderableType:
     kinds = _kinds(summary)
     table = Table(box=None, pad_edge=False, header_style="bold")
-    table.add_column("phase")
+    table.add_column("phase", no_wrap=True)
     for kind in kinds:
-        table.add_column(f"{kind} (n = {summary.to_healthy[kind].n})", justify="right")
-        table.add_column("range", justify="right", style="dim")
+        table.add_column(f"{kind} (n = {summary.to_healthy[kind].n})", justify="right", no_wrap=True)
+        table.add_column("range", justify="right", style="dim", no_wrap=True)
     for name, values, style in _rows(summary):
         cells = [text for kind in kinds for text in _cells(values.get(kind))]
         table.add_row(Text(name, style), *(Text(text, style) for text in cells))
@@ -83,4 +83,10 @@ def _rows(summary: Summary) -> list[tuple[str, dict[str, Spread], str]]:
 def _cells(value: Spread | None) -> tuple[str, str]:
     if value is None:
         return UNKNOWN, ""
-    return seconds(value.median), f"{seconds(value.low)} – {seconds(value.high)}" if value.n > 1 else ""
+    return seconds(value.median), _range(seconds(value.low), seconds(value.high)) if value.n > 1 else ""
+
+
+def _range(low: str, high: str) -> str:
+    """`1.06 – 1.64 s`, `940 ms – 1.20 s`."""
+    number, _, unit = low.rpartition(" ")
+    return f"{number} – {high}" if high.endswith(f" {unit}") else f"{low} – {high}"

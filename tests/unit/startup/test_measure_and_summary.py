@@ -104,7 +104,7 @@ def test_formats() -> None:
     summary = summarize(reports)
     markdown = as_markdown("tiny, eager", summary).splitlines()
     assert markdown[2] == "| phase | cold (n = 2) | range | warm (n = 1) | range |"
-    assert "| imports | 1.62 s | 1.50 s – 1.75 s | 1.00 s |  |" in markdown
+    assert "| imports | 1.62 s | 1.50 – 1.75 s | 1.00 s |  |" in markdown
     assert as_csv(summary).splitlines()[:2] == [
         "phase,kind,median_s,min_s,max_s,n",
         "imports,cold,1.625000,1.500000,1.750000,2",
