@@ -10,7 +10,7 @@ import typer
 if TYPE_CHECKING:
     from server.compilation.store import EntryInfo
 
-_SHOWN = ("model.architecture", "model.hidden_size", "model.num_layers", "dtype", "device", "token_budget", "torch")
+_SHOWN = ("model.architecture", "model.hidden_size", "model.num_layers", "dtype", "device", "token_budget")
 """Factors that tell a person which graph an entry holds."""
 
 _Directory = Annotated[
@@ -79,13 +79,13 @@ def _table(entries: list[EntryInfo]) -> object:
     from rich.table import Table
 
     table = Table(box=None, pad_edge=False, header_style="bold")
-    for name in ("key", "stored", "size", "model", "dtype", "budget", "device", "torch"):
-        table.add_column(name, no_wrap=name not in ("device", "torch"))
+    for name in ("key", "stored", "size", "model", "dtype", "budget", "device"):
+        table.add_column(name, no_wrap=True)
     for entry in entries:
-        architecture, hidden, layers, dtype, device, budget, torch = (entry.factors.get(n, "?") for n in _SHOWN)
-        stored = datetime.fromtimestamp(entry.modified).strftime("%Y-%m-%d %H:%M")
+        architecture, hidden, layers, dtype, device, budget = (entry.factors.get(n, "?") for n in _SHOWN)
+        stored = datetime.fromtimestamp(entry.modified).strftime("%m-%d %H:%M")
         model = f"{architecture.removesuffix('ForCausalLM')} {hidden} x {layers}"
-        table.add_row(entry.key[:12], stored, _size(entry.bytes), model, dtype, budget, device, torch)
+        table.add_row(entry.key[:12], stored, _size(entry.bytes), model, dtype, budget, device)
     return table
 
 
