@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -47,7 +48,7 @@ def ls(
         return
     from rich.console import Console
 
-    console = Console()
+    console = Console(width=None if sys.stdout.isatty() else 120)
     console.print(f"{cache.root}: {len(entries)} compiled graphs", soft_wrap=True, highlight=False)
     if entries:
         console.print(_table(entries))
