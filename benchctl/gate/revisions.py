@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.util
+import importlib.metadata
 import shutil
 import site
 import subprocess
@@ -71,7 +71,7 @@ def interpreter(tree: Path, reference: Path) -> Iterator[str]:
         return
     with tempfile.TemporaryDirectory(prefix="benchctl-gate-venv-") as folder:
         # The pip that is here installs into the new environment; bootstrapping another one takes seconds.
-        has_pip = importlib.util.find_spec("pip") is not None
+        has_pip = _has_pip()
         venv.create(folder, with_pip=not has_pip, symlinks=True)
         python = str(Path(folder) / "bin" / "python")
         version = f"python{sys.version_info.major}.{sys.version_info.minor}"
@@ -84,6 +84,15 @@ def interpreter(tree: Path, reference: Path) -> Iterator[str]:
         if done.returncode != 0:
             raise UserError(f"environment for {tree.name}: pip install failed: {_last_line(done.stderr)}")
         yield python
+
+
+def _has_pip() -> bool:
+    # Not by looking for the module: with some versions of setuptools that warns or ends in an error.
+    try:
+        importlib.metadata.distribution("pip")
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return True
 
 
 def requirements(tree: Path) -> dict[str, Any]:

@@ -50,7 +50,8 @@ def test_no_file_descriptors(limit: int) -> None:
 
 @namespaces
 def test_no_directory_for_sockets() -> None:
-    command = in_namespace("mount -t tmpfs -o ro none /tmp", command=SERVE)
+    # What is below /tmp stays, the checkout perhaps, but nothing can be written there.
+    command = in_namespace("mount --bind /tmp /tmp", "mount -o remount,bind,ro /tmp", command=SERVE)
     line = refusal(run(command, XDG_RUNTIME_DIR="/nonexistent", TMPDIR="/proc"))
     assert "no directory for ipc sockets" in line
     assert "TMPDIR" in line

@@ -19,7 +19,7 @@ import pytest
 
 from benchctl.loadgen import run as run_module
 from benchctl.loadgen import worker as worker_module
-from benchctl.loadgen.records import Records
+from benchctl.loadgen.records import FLUSH_BYTES, Records
 from benchctl.loadgen.run import LoadGeneratorError
 from benchctl.mock.script import Failure
 from server.errors import UserError
@@ -323,14 +323,15 @@ def test_a_worker_that_dies_is_an_error_and_not_a_hang(tmp_path: Path, monkeypat
 
 def test_a_disk_that_fills_in_the_middle_keeps_what_was_written(tmp_path: Path) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))
+    limit = 3 * FLUSH_BYTES
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
     try:
         with running_mock() as mock, pytest.raises(LoadGeneratorError, match="File too large"):
             load(mock.url, synthetic(50_000, 40), USERS, tmp_path / "r")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert len(Records(tmp_path / "r").rows) > 10
-    assert (tmp_path / "r").stat().st_size <= 100_000
+    assert (tmp_path / "r").stat().st_size <= limit
 
 
 def test_a_full_disk_ends_the_load_with_its_reason(tmp_path: Path) -> None:
