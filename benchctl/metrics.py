@@ -108,7 +108,7 @@ def compute_metrics(
     lag_p99 = client_lag.percentiles.get("p99")
     window = steady_window(table.scheduled, table.end)
     steady = np.zeros(len(rows), bool) if window is None else (table.scheduled >= window[0]) & table.ok
-    throughput = _throughput(table, ok)
+    throughput = _throughput(table, ok, kept)
     return LoadMetrics(
         ttft_s=ttft,
         ttft_from_sent_s=distribution(table.ttft_from_sent[ok], nothing),
@@ -209,7 +209,9 @@ class _Requests:
             after_first = block.outputs - tokens[first]
             spread = (block.rows["last_ns"] - block.rows["first_ns"]) / 1e9
             with np.errstate(divide="ignore", invalid="ignore"):
-                self.tpot[block.positions] = np.where(after_first > 0, spread / after_first, np.nan)
+                # Tokens without an event of their own (an end token) do not make one event's time a spread.
+                measurable = (after_first > 0) & (block.counts > 1)
+                self.tpot[block.positions] = np.where(measurable, spread / after_first, np.nan)
             offsets = block.events["offset_us"].astype(np.int64)
             inner = np.ones(len(offsets), bool)
             inner[first] = False
@@ -279,11 +281,12 @@ def _first(exclusion: Exclusion, since: Floats, rank: npt.NDArray[np.int64]) -> 
     return np.asarray(rank < round(count))
 
 
-def _throughput(table: _Requests, ok: Mask) -> Throughput:
+def _throughput(table: _Requests, ok: Mask, kept: Mask) -> Throughput:
+    """Work of the requests `ok`, from the first scheduled of all that are `kept`: those that failed took time too."""
     if not ok.any():
         return Throughput()
     rows = table.rows[ok]
-    begin = float(table.scheduled[ok].min())
+    begin = float(table.scheduled[kept].min())
     window_s = float(table.completion[ok].max()) - begin
     prompt, output = _total(rows["prompt_tokens"]), _total(rows["output_tokens"])
     if window_s <= 0:

@@ -54,6 +54,21 @@ def test_one_token_has_no_tpot_and_no_gap(compute: Any) -> None:
     assert (metrics.itl_s.n, metrics.itl_s.reason) == (0, "no answer has two token events")
 
 
+def test_an_end_token_after_a_single_event_makes_no_tpot_of_zero(compute: Any) -> None:
+    # One event of 3 tokens; the fourth, an end token, is in the usage only.
+    metrics = compute([record(0, 0, [30], tokens=[3], output=4)], slos=[Slo("tpot:1ms", {"tpot": 0.001})])
+    assert (metrics.tpot_s.n, metrics.tpot_s.mean) == (0, None)
+    assert metrics.goodput[0].met == 0
+
+
+def test_the_window_begins_with_the_first_request_even_when_it_failed(compute: Any) -> None:
+    # Down for the first second: one request in two seconds, not in one.
+    metrics = compute([record(0, 0, [], cause=Cause.HTTP, end=1), record(1, 1000, [1500, 2000])])
+    assert (metrics.throughput.window_start_s, metrics.throughput.window_s) == (0.0, pytest.approx(2.0))
+    assert metrics.throughput.requests_per_s == pytest.approx(0.5)
+    assert metrics.throughput.output_tokens_per_s == pytest.approx(1.0)
+
+
 def test_events_of_several_tokens_as_the_stream_says(compute: Any) -> None:
     # 2 + 3 + 1 tokens at 100, 130, 150: two gaps; per token 3 x 10 and 1 x 20; TPOT over 6 - 2 tokens.
     metrics = compute([record(0, 0, [100, 130, 150], tokens=[2, 3, 1], output=6)])
