@@ -249,7 +249,7 @@ def _ensure_model(request: RunRequest, console: Console) -> None:
 
 def _series(session: LoadSession, arrivals: list[dict[str, Any]], console: Console) -> None:
     for arrival in arrivals:
-        result = session.run(arrival)
+        result = session.run(arrival, reseed=len(arrivals) > 1)
         print_result(result, console)
         if session.interrupted or (result.status in ("failed", "unsupported") and result.metrics is None):
             return
@@ -257,7 +257,7 @@ def _series(session: LoadSession, arrivals: list[dict[str, Any]], console: Conso
 
 def _search(session: LoadSession, arrival: dict[str, Any], console: Console) -> None:
     def probe(rate: float) -> CellResult | None:
-        result = session.run({**arrival, "rate": round(rate, 4)})
+        result = session.run({**arrival, "rate": round(rate, 4)}, reseed=True)
         print_result(result, console)
         return None if session.interrupted else result
 

@@ -17,7 +17,7 @@ from benchctl import targets
 from benchctl.loadgen.options import LoadOptions, LoadOutcome
 from benchctl.loadgen.run import run_load
 from benchctl.matrix.interrupts import Interrupts
-from benchctl.matrix.plan import arrival_label
+from benchctl.matrix.plan import arrival_label, traffic_seed
 from benchctl.matrix.progress import Progress
 from benchctl.matrix.traffic import Traffic, TrafficFactory
 from benchctl.provenance import collect_provenance, utc_now
@@ -95,10 +95,18 @@ class LoadSession:
         finally:
             self._interrupts.__exit__()
 
-    def run(self, arrival: dict[str, Any]) -> CellResult:
-        """Replay the workload with this arrival process, and write the result. Raises UserError for bad input."""
+    def run(self, arrival: dict[str, Any], *, reseed: bool = False) -> CellResult:
+        """Replay the workload with this arrival process, and write the result. Raises UserError for bad input.
+
+        `reseed`: with a seed of the arrival's own, as one of several loads on the server must, or it would find the
+        prompts of the one before in its prefix cache.
+        """
+        seed = self.config.seed
         config = msgspec.structs.replace(
-            self.config, arrival=arrival, workload=sized_workload(self.config.workload, arrival)
+            self.config,
+            arrival=arrival,
+            workload=sized_workload(self.config.workload, arrival),
+            seed=traffic_seed(seed, arrival_label(arrival)) if reseed else seed,
         )
         parts = [config.engine, config.model, config.mode, config.attention_backend, config.workload.get("name")]
         cell_id = "/".join([*(part for part in parts if part), arrival_label(arrival)])

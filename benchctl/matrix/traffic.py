@@ -41,28 +41,22 @@ class TrafficFactory:
         self._tokenizers: dict[str, TokenizerLike | None] = {}
         self._vocab_sizes: dict[str, int | None] = {}
         self._workloads: dict[bytes, tuple[Workload, str]] = {}
+        self._replayed: set[bytes] = set()
 
     def prepare(self, cells: Sequence[Cell]) -> dict[str, Traffic]:
         """Traffic by cell id. Raises UserError, naming the cell, for a specification that cannot be met."""
         for cell in cells:
             self._note_local(cell.config)
         traffic: dict[str, Traffic] = {}
-        seen: set[bytes] = set()
         for cell in cells:
             try:
                 traffic[cell.id] = self.build(cell.config)
             except UserError as error:
                 raise UserError(f"cell {cell.id}: {error}") from error
-            replayed = _server_and_file(cell.config)
-            if replayed in seen:
-                traffic[cell.id].info.notes.append(
-                    "an earlier cell sent these prompts to the same server: its prefix cache may hold them"
-                )
-            elif replayed is not None:
-                seen.add(replayed)
         return traffic
 
     def build(self, config: CellConfig) -> Traffic:
+        """Traffic of the next cell; notes when it repeats prompts of one before. Raises UserError."""
         self._note_local(config)
         tokenizer = self._tokenizer(config.model)
         spec = self._within_vocabulary(config)
@@ -77,7 +71,13 @@ class TrafficFactory:
             config.seed,
             timestamps_s=request_timestamps(workload.requests) if config.arrival.get("name") == "trace" else None,
         )
-        return Traffic(workload, schedule, describe(workload, schedule, digest))
+        info = describe(workload, schedule, digest)
+        replayed = _server_and_file(config)
+        if replayed in self._replayed:
+            info.notes.append("an earlier cell sent these prompts to the same server: its prefix cache may hold them")
+        elif replayed is not None:
+            self._replayed.add(replayed)
+        return Traffic(workload, schedule, info)
 
     def _note_local(self, config: CellConfig) -> None:
         """Find out whether the model may be looked up here: an endpoint's own name must not start a download."""

@@ -70,6 +70,9 @@ def test_a_sweep_makes_a_result_for_each_value(tmp_path: Path) -> None:
     assert result.exit_code == 0, result.output
     cells = load_results(tmp_path).results
     assert [cell.config.arrival["concurrency"] for cell in cells] == [1, 3]
+    assert len({cell.workload.digest for cell in cells if cell.workload}) == 2, (
+        "the prefix cache would hold the prompts"
+    )
 
 
 def test_the_search_finds_where_the_objective_breaks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -88,8 +91,21 @@ def test_the_search_finds_where_the_objective_breaks(tmp_path: Path, monkeypatch
     assert 3 < found < 60
     results = load_results(tmp_path).results
     rates = [cell.config.arrival["rate"] for cell in results]
+    assert len({cell.workload.digest for cell in results if cell.workload}) == len(results)
     assert rates[:2] == [4.0, 8.0]
     assert max(rates) > found
+
+
+def test_loads_that_repeat_the_prompts_of_a_file_say_so(tmp_path: Path) -> None:
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"prompt": "one", "max_tokens": 2}\n{"prompt": "two", "max_tokens": 2}\n')
+    workload = f'{{"name": "custom", "path": "{prompts}"}}'
+    with running_mock() as mock:
+        result = run("--url", mock.url, "--sweep-concurrency", "1,2", "-w", workload, output=tmp_path / "out")
+    assert result.exit_code == 0, result.output
+    first, second = (cell.workload.notes for cell in load_results(tmp_path / "out").results if cell.workload)
+    assert not any("prefix cache" in note for note in first)
+    assert any("prefix cache" in note for note in second)
 
 
 def test_failed_requests_are_said_and_a_run_without_any_answer_fails(tmp_path: Path) -> None:
