@@ -59,6 +59,8 @@ class EngineCore:
         self._profile = SpanProfile("engine", self.config.profile)
         self._silence_s = 0.0
         self._pacer = Pacer()
+        self._next_due_ns: int | None = None
+        """When a step that could be scheduled now is due; None: there is none."""
         self._schedule_ns = 0
 
     def start(self) -> None:
@@ -121,24 +123,20 @@ class EngineCore:
         if self._silence_s > STEP_LIMIT_S:
             raise RuntimeError(f"the worker has not finished a step within {STEP_LIMIT_S:g} s")
 
-    def _early_ms(self, now_ns: int) -> int:
-        """Whole milliseconds until the next step is due, while another runs; 0: it is."""
-        if not self.scheduler.num_in_flight:
-            return 0
-        return max(0, (self._pacer.due_ns() - now_ns) // 1_000_000)
-
     def _pause_ms(self) -> int:
-        """How long the loop may sleep."""
-        early = 0
-        if self.scheduler.num_in_flight < self._depth and self.scheduler.requests:
-            early = self._early_ms(time.monotonic_ns())
-        return min(early or _TURN_MS, _TURN_MS)
+        """How long the loop may sleep; whole milliseconds, rounded down so that no step is late."""
+        if self._next_due_ns is None:
+            return _TURN_MS
+        return min(max(0, (self._next_due_ns - time.monotonic_ns()) // 1_000_000), _TURN_MS)
 
     def _supply(self) -> None:
         """Schedule until the worker has as many steps as it may have, a second one only when it is due."""
+        self._next_due_ns = None
         while self.scheduler.num_in_flight < self._depth and self.scheduler.requests:
             before = time.monotonic_ns()
-            if self._early_ms(before):
+            due_ns = self._pacer.due_ns() if self.scheduler.num_in_flight else 0
+            if due_ns - before >= 1_000_000:
+                self._next_due_ns = due_ns
                 return
             step = self.scheduler.schedule()
             scheduled = time.monotonic_ns()
