@@ -90,9 +90,9 @@ def compute_metrics(
     offered_rate: float | None = None,
     workers: int = 1,
 ) -> LoadMetrics:
-    """Everything that the records say. Requests that an interrupt ended count as neither completed nor failed."""
-    rows = records.rows
-    rows = rows[rows["cause"] != Cause.INTERRUPTED]
+    """Everything that the records say. Requests that an interrupt ended count as sent, not as completed or failed."""
+    sent_ns = records.rows["sent_ns"]
+    rows = records.rows[records.rows["cause"] != Cause.INTERRUPTED]
     begin_ns = int(rows["scheduled_ns"].min()) if len(rows) else start_ns
     table = _Requests(rows, records, begin_ns)
     early, late = _excluded(table.scheduled, warmup, cooldown)
@@ -102,7 +102,7 @@ def compute_metrics(
     failed = rows[~table.ok & kept]
     nothing = "no request was completed" if not ok.any() else "no completed request has one"
     lag = (rows["sent_ns"] - rows["ready_ns"])[(rows["sent_ns"] > 0) & kept] / 1e9
-    client_lag = distribution(lag, "no request was sent")
+    client_lag = distribution(lag, "no request ended" if (sent_ns > 0).any() else "no request was sent")
     ttft = distribution(table.ttft[ok], nothing)
     bound = max(lag_bound_s, LAG_SHARE_OF_TTFT * (ttft.percentiles.get("p50") or 0.0))
     lag_p99 = client_lag.percentiles.get("p99")
@@ -117,7 +117,9 @@ def compute_metrics(
         tpot_s=distribution(table.tpot[ok], "no answer has tokens after its first event"),
         e2el_s=distribution(table.e2el[ok], nothing),
         client_lag_s=client_lag,
-        prompt_tokens=distribution(_known(rows["prompt_tokens"][ok]), "the server gives no usage"),
+        prompt_tokens=distribution(
+            _known(rows["prompt_tokens"][ok]), "the server gives no usage" if ok.any() else nothing
+        ),
         output_tokens=distribution(_known(rows["output_tokens"][ok]), nothing),
         throughput=throughput,
         steady_state=None if window is None else _steady_throughput(table, window),
@@ -131,7 +133,7 @@ def compute_metrics(
         excluded_warmup=int(early.sum()),
         excluded_cooldown=int((late & ~early).sum()),
         output_token_source=_token_source(rows[ok]),
-        achieved_rate=_rate(rows["sent_ns"]),
+        achieved_rate=_rate(sent_ns),
         offered_rate=offered_rate,
         client_saturated=lag_p99 is not None and lag_p99 > bound,
         client_lag_bound_s=bound,

@@ -265,6 +265,13 @@ def test_columns_and_blocks_stay_together_around_interrupted_requests(compute: A
     assert [goodput.met for goodput in metrics.goodput] == [1, 2]
 
 
+def test_requests_that_an_interrupt_ended_were_sent(compute: Any) -> None:
+    metrics = compute([record(n, 500 * n, [], cause=Cause.INTERRUPTED, prompt=-1) for n in range(3)])
+    assert (metrics.completed, metrics.failed, metrics.achieved_rate) == (0, 0, pytest.approx(2.0))
+    assert metrics.client_lag_s.reason == "no request ended"
+    assert metrics.prompt_tokens.reason == "no request was completed"
+
+
 @pytest.mark.parametrize(
     ("text", "limits"),
     [
