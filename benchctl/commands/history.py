@@ -33,7 +33,7 @@ def add(
     records = records_of(cells, Path.cwd())
     added = target.add(records)
     skipped = len(cells) - len(records)
-    note = f", {skipped} cells that are not ok were left out" if skipped else ""
+    note = f", not kept: {_number(skipped, 'cell')} whose status is not ok" if skipped else ""
     typer.echo(f"{store}: {added} new, {len(records) - added} there before{note}")
 
 
@@ -46,7 +46,7 @@ def ls(store: Store = DEFAULT_STORE) -> None:
         time, cells, runs = counts.get(record.commit, (record.order[0], set(), 0))
         counts[record.commit] = time, cells | {record.cell_id}, runs + 1
     for commit, (time, cells, runs) in counts.items():
-        typer.echo(f"{commit[:12]:<12}  {time}  {len(cells)} cells, {runs} measurements")
+        typer.echo(f"{commit[:12]:<12}  {time}  {_number(len(cells), 'cell')}, {_number(runs, 'measurement')}")
 
 
 def plot(
@@ -100,6 +100,10 @@ def bisect(
                 f"  {len(hint.commits)} commits to choose from; measure {hint.next_commit[:12]} next, or let git:"
             )
             typer.echo(f"  {bisect_command(hint, suite)}")
+
+
+def _number(count: int, noun: str) -> str:
+    return f"{count} {noun}{'' if count == 1 else 's'}"
 
 
 def _metric(name: str) -> Metric:

@@ -43,13 +43,16 @@ def bisect_hints(records: Sequence[Record], metric: Metric, good: str, bad: str,
     place = {commit: index for index, commit in enumerate([first, *line])}
     inside = [record for record in records if record.commit in place]
     hints = []
-    for series in build_series(inside, metric):
+    measured = build_series(inside, metric)
+    if not any(len(series.points) > 1 for series in measured):
+        commits = {record.commit for record in inside}
+        found = "nothing was measured" if not commits else f"no cell has {metric.key} of two commits"
+        raise UserError(f"history bisect: {found} from {good} to {bad}; measure both ends first")
+    for series in measured:
         series.points.sort(key=lambda point: place[point.commit])
         hint = _hint(series, line, place)
         if hint is not None:
             hints.append(hint)
-    if not inside:
-        raise UserError(f"history bisect: nothing was measured from {good} to {bad}; measure both ends first")
     return sorted(hints, key=lambda hint: -abs(hint.change))
 
 

@@ -67,7 +67,7 @@ def test_from_results_to_the_plot_and_the_hint(repository: tuple[Path, list[str]
     where = str(tmp_path / store)
     assert "12 new, 0 there before" in run("add", *paths, "--store", where)
     assert "0 new, 12 there before" in run("add", *paths, "--store", where)
-    assert run("ls", "--store", where).count("1 cells, 1 measurements") == 12
+    assert run("ls", "--store", where).count("  1 cell, 1 measurement\n") == 12
     shown = run("plot", "--store", where, "--metric", "tpot_p50_s", "-o", str(tmp_path / "plot.html"))
     assert "+20%" in shown
     assert commits[7][:12] in shown
@@ -92,11 +92,12 @@ def test_a_gap_in_the_history_is_bisected(repository: tuple[Path, list[str]], tm
     command = bisect_command(hint, "my suite.toml")
     assert f"git bisect start --no-checkout {commits[8][:12]} {commits[4][:12]}" in command
     assert "exit 125" in command
-    assert not bisect_hints(records_of(cells, folder), METRICS["tpot_p50_s"], commits[8], commits[11], folder)
+    assert not bisect_hints(records_of(cells, folder), METRICS["to_first_token_cold_s"], commits[0], commits[8], folder)
     for good, bad, message in (
         ("HEAD", "HEAD~3", "not an ancestor"),
         ("HEAD", "HEAD", "not an ancestor"),
         ("nope", "HEAD", "no such commit"),
+        (commits[8], commits[11], "no cell has tpot_p50_s of two commits"),  # not "did not get worse"
     ):
         with pytest.raises(UserError, match=message):
             bisect_hints(records_of(cells, folder), METRICS["tpot_p50_s"], good, bad, folder)
