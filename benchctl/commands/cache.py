@@ -49,7 +49,7 @@ def ls(
     from rich.console import Console
 
     console = Console(width=None if sys.stdout.isatty() else 120)
-    console.print(f"{cache.root}: {len(entries)} compiled graphs", soft_wrap=True, highlight=False)
+    console.print(f"{cache.root}: {_graphs(len(entries))}", soft_wrap=True, highlight=False)
     if entries:
         console.print(_table(entries))
     for kernel in kernels:
@@ -71,7 +71,11 @@ def clear(
         files, kernel_bytes = (0, 0) if keep_kernels else clear_kernel_caches(directory)
     except OSError as error:
         raise UserError(f"{error.filename}: cannot be removed: {error.strerror}") from error
-    typer.echo(f"removed {count} compiled graphs ({_size(size)}) and {files} kernel files ({_size(kernel_bytes)})")
+    typer.echo(f"removed {_graphs(count)} ({_size(size)}) and {files} kernel files ({_size(kernel_bytes)})")
+
+
+def _graphs(count: int) -> str:
+    return f"{count} compiled graph{'' if count == 1 else 's'}"
 
 
 def _table(entries: list[EntryInfo]) -> object:
