@@ -39,15 +39,16 @@ nightly: $(STAMP)
 	BENCHCTL_FUZZ_EXAMPLES=2000 $(BIN)/python -m pytest --timeout 1800 tests/fuzz
 
 $(STAMP): pyproject.toml
-	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "benchctl needs Python 3.11 or newer")'
-	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --upgrade pip
-	if nvidia-smi -L >/dev/null 2>&1; then \
+	@echo 'Setting up $(VENV): downloads and installs torch and others, a minute or more ...'
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "benchctl needs Python 3.11 or newer")'
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@$(BIN)/python -m pip install --quiet --upgrade pip
+	@if nvidia-smi -L >/dev/null 2>&1; then \
 	    $(BIN)/python -m pip install --quiet -e '.[gpu,dev]'; \
 	else \
 	    $(BIN)/python -m pip install --quiet $(TORCH_CPU) && $(BIN)/python -m pip install --quiet -e '.[dev]'; \
 	fi
-	touch $@
+	@touch $@
 
 clean:
 	rm -rf $(VENV) build *.egg-info
