@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
+from benchctl.loadgen.options import LoadOptions
 from reports.schema import CellResult
 from server.errors import UserError
 from workloads.parameters import near_matches
@@ -20,6 +21,12 @@ def _gpus(result: CellResult) -> list[Any]:
     return [gpu.get("name") for gpu in result.provenance.gpus]
 
 
+def _client(name: str) -> Callable[[CellResult], Any]:
+    """An option of the load generator that changes what is counted, or what a time means."""
+    usual = getattr(LoadOptions(url="", model=""), name)
+    return lambda r: r.config.client.get(name, usual)
+
+
 FIELDS: dict[str, Callable[[CellResult], Any]] = {
     "model": lambda r: r.config.model,
     "workload": lambda r: r.workload.digest if r.workload else None,
@@ -28,6 +35,10 @@ FIELDS: dict[str, Callable[[CellResult], Any]] = {
     "endpoint": lambda r: r.config.endpoint,
     "forced_lengths": lambda r: r.workload.forced_lengths if r.workload else None,
     "output_token_source": lambda r: r.metrics.output_token_source if r.metrics else None,
+    "warmup": _client("warmup"),
+    "cooldown": _client("cooldown"),
+    "retries": _client("retries"),
+    "continuous_usage": _client("continuous_usage"),
     "gpu": _gpus,
     "cpu": lambda r: r.provenance.cpu,
     "cpu_count": lambda r: r.provenance.cpu_count,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
 
+import msgspec
 import numpy as np
 
 from benchctl.gate.comparable import require_comparable
@@ -39,6 +40,7 @@ def invalid_reasons(pairs: Sequence[tuple[Run, Run]], ignore: Collection[str] = 
             require_comparable(first, result, ignore, where=f"{cell_id}, {label}")
         for label, one in results:
             reasons += [f"{cell_id}, {label}: {reason}" for reason in _broken(one)]
+        reasons += [f"{cell_id}: {reason}" for reason in _copies(known)]
         measured = [result for _, result in known if result.metrics is not None]
         reasons += [f"{cell_id}: {reason}" for reason in (*_token_totals(measured), *_clocks(known))]
     if len(reasons) > MAX_REASONS:
@@ -134,6 +136,15 @@ def _broken(result: CellResult | None) -> Iterable[str]:
     if metrics.failed:
         causes = ", ".join(f"{number} {cause}" for cause, number in metrics.errors.items())
         yield f"{metrics.failed} of {metrics.failed + metrics.completed} requests failed ({causes or 'cause unknown'})"
+
+
+def _copies(results: Sequence[tuple[str, CellResult]]) -> Iterable[str]:
+    """Results that are there twice, to the last digit: one directory on both sides, a file that nobody wrote anew."""
+    seen: dict[bytes, str] = {}
+    for label, result in results:
+        first = seen.setdefault(msgspec.json.encode(result), label)
+        if first is not label:
+            yield f"{label} is a copy of {first}, not a run of its own"
 
 
 def _disturbed(result: CellResult) -> Iterable[str]:

@@ -19,6 +19,7 @@ from benchctl.loadgen.run import check_options
 from benchctl.loadgen.session import LoadSession
 from benchctl.loadgen.sweep import find_max_rate, parse_values
 from benchctl.matrix.progress import Progress
+from benchctl.matrix.suite import CLIENT_OPTIONS
 from reports.console import print_report
 from reports.schema import CellConfig, CellResult
 from reports.writers import write_reports
@@ -70,7 +71,8 @@ class RunRequest(msgspec.Struct, kw_only=True):
 
 def execute(request: RunRequest) -> int:
     """Run and print; the exit code. Raises UserError for bad input, before any server is started where possible."""
-    config, options = cell_config(request), load_options(request)
+    options = load_options(request)
+    config = msgspec.structs.replace(cell_config(request), client=_said(options))
     check_options(options)
     arrivals = plan_arrivals(request)
     _check_traffic(config, arrivals)
@@ -160,6 +162,13 @@ def load_options(request: RunRequest) -> LoadOptions:
         cooldown=request.cooldown,
         lag_bound_s=request.max_client_lag,
     )
+
+
+def _said(options: LoadOptions) -> dict[str, Any]:
+    """What the client was told beyond its defaults, for the result: it changes what the figures mean."""
+    usual = LoadOptions(url="", model="")
+    names = (*CLIENT_OPTIONS, "tokenizer")
+    return {name: value for name in names if (value := getattr(options, name)) != getattr(usual, name)}
 
 
 def parse_workload(text: str) -> dict[str, Any]:

@@ -64,6 +64,13 @@ def test_a_run_writes_a_result_its_records_and_reports(tmp_path: Path) -> None:
         assert (output / name).is_file()
 
 
+def test_a_result_says_how_its_client_was_told_to_count(tmp_path: Path) -> None:
+    with running_mock() as mock:
+        run("--url", mock.url, "--concurrency", "1", *SMALL, "--warmup", "4", "--retries", "1", output=tmp_path)
+    (cell,) = load_results(tmp_path).results
+    assert cell.config.client == {"workers": 1, "retries": 1, "warmup": "4", "lag_bound_s": 60.0}
+
+
 def test_a_sweep_makes_a_result_for_each_value(tmp_path: Path) -> None:
     with running_mock() as mock:
         result = run("--url", mock.url, "--sweep-concurrency", "1,3", *SMALL, output=tmp_path)

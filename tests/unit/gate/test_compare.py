@@ -34,6 +34,10 @@ def free_lengths(result: CellResult) -> None:
     result.workload.forced_lengths = False
 
 
+def with_warmup(result: CellResult) -> None:
+    result.config.client = {"workers": 2, "warmup": "20"}
+
+
 def other_digest(result: CellResult) -> None:
     assert result.workload is not None
     result.workload.digest = "0" * 64
@@ -67,6 +71,7 @@ def test_repeated_runs_give_an_interval(tmp_path: Path) -> None:
         (other_gpu, "gpu", "NVIDIA H200.* against .*A10"),
         (free_lengths, "forced_lengths", "True against False"),
         (other_digest, "workload", "abab.* against 0000"),
+        (with_warmup, "warmup", "0s against 20"),
     ],
 )
 def test_what_is_not_comparable_is_refused_by_name(

@@ -164,7 +164,7 @@ def test_percentiles_without_samples() -> None:
         for name in ("ttft_s", "tpot_s"):
             getattr(result.metrics, name).n = 16
 
-    pairs = [(factory.run(started=i, change=few), factory.run(started=i, change=few)) for i in range(6)]
+    pairs = [(factory.run(started=i, change=few), factory.run(started=i + 6, change=few)) for i in range(6)]
     judgement = judge(pairs, SETTINGS)
     assert judgement.verdict == "pass"
     assert "ttft_p99_s" not in outcomes(judgement), "a default that cannot be read is left out"
@@ -200,6 +200,16 @@ def test_different_experiments_are_refused_with_the_field() -> None:
     with pytest.raises(IncomparableError, match=r"different workload \(abab.*--ignore-field workload"):
         judge(pairs, SETTINGS)
     assert judge(pairs, SETTINGS, ignore={"workload"}).verdict == "pass"
+
+
+def test_a_run_that_is_there_twice_is_no_evidence() -> None:
+    runs = factory.pairs(8)
+    same_side_twice = judge([(base, base) for base, _ in runs], SETTINGS)
+    assert same_side_twice.verdict == "inconclusive"
+    assert "candidate 1 is a copy of baseline 1, not a run of its own" in same_side_twice.reasons[0]
+    stale = judge([*runs[:7], (runs[7][0], runs[0][1])], SETTINGS)
+    assert stale.verdict == "inconclusive"
+    assert len(stale.reasons) == 1
 
 
 def test_warnings() -> None:
