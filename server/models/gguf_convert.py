@@ -5,6 +5,7 @@ Needs the `gguf` package (extra `dev`) for reading and dequantising; names, layo
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -37,6 +38,12 @@ _BLOCK = {
 _CONTROL_TOKEN = 3  # gguf.TokenType.CONTROL
 
 
+def check_available() -> None:
+    """Raise UserError where the gguf package is missing: worth asking before a download."""
+    if importlib.util.find_spec("gguf") is None:
+        raise UserError("converting this model needs the gguf package: pip install gguf")
+
+
 def convert(source: Path, target: Path, progress: Progress | None = None) -> None:
     """Write `config.json`, `generation_config.json`, `model.safetensors`, `tokenizer.json` and
     `tokenizer_config.json` (with the chat template) of GGUF file `source` into folder `target`.
@@ -45,10 +52,8 @@ def convert(source: Path, target: Path, progress: Progress | None = None) -> Non
     holds, and what both a CPU (widening to float32) and a GPU then run. UserError without the gguf package, or when the
     file holds something else than a llama with a byte-level BPE tokenizer.
     """
-    try:
-        import gguf
-    except ImportError:
-        raise UserError("converting this model needs the gguf package: pip install 'benchctl[dev]'") from None
+    check_available()
+    import gguf
     import torch
     from safetensors.torch import save_file
 

@@ -98,8 +98,9 @@ def _hub_entries() -> list[ModelEntry]:
 def _pull_smollm2(target: Path, report: Progress) -> Path:
     if (target / "config.json").is_file():
         return target
-    from server.models.gguf_convert import convert
+    from server.models.gguf_convert import check_available, convert
 
+    check_available()
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         work = Path(tempfile.mkdtemp(prefix=".pull-", dir=target.parent))

