@@ -3,7 +3,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
-# A CPU build of torch where there is no NVIDIA GPU: the default wheel brings gigabytes of CUDA.
+# Where there is no NVIDIA GPU: pip prefers 2.13.0+cpu, where an index or a folder has it, to the default wheel, which
+# brings gigabytes of CUDA.
 TORCH_CPU := torch==2.13.0
 DEMO_DIR ?= demo-results
 
