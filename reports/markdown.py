@@ -124,6 +124,9 @@ def _footer(view: View) -> str:
     made = view.cells[0].provenance
     gpus = ", ".join(str(gpu.get("name", "GPU")) for gpu in made.gpus)
     commit = f"commit {made.git_commit[:12]}{' + changes' if made.git_dirty else ''}" if made.git_commit else None
+    commits = {cell.provenance.git_commit for cell in view.cells}
+    if len(commits) > 1:
+        commit = f"results of {len(commits)} different commits (--resume kept earlier ones)"
     parts = [commit, gpus or made.cpu, f"benchctl {made.benchctl_version}", made.started_at]
     return f"<sub>{' · '.join(escape_cell(part) for part in parts if part)}</sub>\n"
 

@@ -20,6 +20,7 @@ from benchctl.matrix.interrupts import Interrupts
 from benchctl.matrix.plan import arrival_label, traffic_seed
 from benchctl.matrix.progress import Progress
 from benchctl.matrix.traffic import Traffic, TrafficFactory
+from benchctl.output_lock import OutputLock
 from benchctl.provenance import collect_provenance, utc_now
 from benchctl.targets import RunningServer, TargetError
 from benchctl.telemetry import Telemetry
@@ -38,7 +39,8 @@ class LoadSession:
     """Use as a context manager: entering brings the target up, leaving stops what we started.
 
     `config` lacks its arrival, and for a URL may lack the model (then the endpoint's only one is taken). `options` lack
-    URL and model. Raises UserError when an endpoint that is not ours does not answer.
+    URL and model. Raises UserError when an endpoint that is not ours does not answer, or another command writes into
+    `output`.
     """
 
     def __init__(
@@ -58,6 +60,7 @@ class LoadSession:
         self._on_progress = on_progress
         self._traffic = TrafficFactory()
         self._interrupts = Interrupts()
+        self._lock = OutputLock(output)
         self._server: RunningServer | None = None
         self._problem: TargetError | None = None
         self._provenance = collect_provenance()
@@ -72,17 +75,18 @@ class LoadSession:
             self.output.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise UserError(explain_os_error(self.output, error)) from error
+        self._lock.__enter__()
         self._interrupts.__enter__()
         try:
             self._server = targets.launch(self.config, log_dir=self.output / "logs")
             self.config = msgspec.structs.replace(self.config, model=self.config.model or self._server.model)
         except TargetError as error:
             if self.config.engine == "url":
-                self._interrupts.__exit__()
+                self.__exit__(None, None, None)
                 raise UserError(error.reason) from error
             self._problem = error
         except BaseException:
-            self._interrupts.__exit__()
+            self.__exit__(None, None, None)
             raise
         return self
 
@@ -94,6 +98,7 @@ class LoadSession:
                 self._server.stop()
         finally:
             self._interrupts.__exit__()
+            self._lock.__exit__(kind, error, traceback)
 
     def run(self, arrival: dict[str, Any], *, reseed: bool = False) -> CellResult:
         """Replay the workload with this arrival process, and write the result. Raises UserError for bad input.

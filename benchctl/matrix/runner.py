@@ -20,13 +20,14 @@ from benchctl.matrix.interrupts import Interrupts
 from benchctl.matrix.plan import Cell, Plan, ServerPlan
 from benchctl.matrix.progress import Progress, Replayed
 from benchctl.matrix.traffic import Traffic
+from benchctl.output_lock import OutputLock
 from benchctl.provenance import collect_provenance, utc_now
 from benchctl.targets import RunningServer, TargetError, TargetFailed
 from benchctl.targets.base import slug
 from benchctl.telemetry import Telemetry
 from reports.directory import ResultSet
 from reports.results import explain_os_error, read_result, result_name, write_index, write_result
-from reports.schema import CellResult, LoadMetrics, MatrixIndex, StartupReport, Status
+from reports.schema import CellResult, LoadMetrics, MatrixIndex, StartupReport, Status, WorkloadInfo
 from server.errors import UserError
 
 
@@ -64,7 +65,8 @@ class Replay(Protocol):
 class MatrixRunner:
     """One run of a plan into an output directory.
 
-    `resume`: results in the directory that are `ok` and whose configuration digest matches are kept as they are.
+    `resume`: results in the directory that are `ok` and whose configuration, prompts and arrival times are the same are
+    kept as they are.
     """
 
     def __init__(
@@ -94,9 +96,13 @@ class MatrixRunner:
         """Run every cell that has no result yet; `interrupted` says whether a signal ended the run early.
 
         Raises UserError when the output directory cannot be written (at the start, or later when the disk fills;
-        results written until then stay). No server survives, whichever way it ends.
+        results written until then stay) or another command writes into it. No server survives, whichever way it ends.
         """
         self._make_output()
+        with OutputLock(self.output):
+            return self._run_plan()
+
+    def _run_plan(self) -> ResultSet:
         if self._resume:
             self._read_finished()
         self._remove_stale()
@@ -145,7 +151,11 @@ class MatrixRunner:
         for cell in self.plan.cells:
             with contextlib.suppress(UserError):  # a result that cannot be read is measured again
                 result = read_result(self.output / result_name(cell.id))
-                if result.status == "ok" and result.config_digest == cell.digest:
+                # A file of prompts may have changed under the same configuration.
+                same = result.config_digest == cell.digest and _sent(result.workload) == _sent(
+                    self._traffic[cell.id].info
+                )
+                if result.status == "ok" and same:
                     self._results[cell.id] = result
 
     def _remove_stale(self) -> None:
@@ -329,6 +339,10 @@ class MatrixRunner:
             write_result(result, self.output)
             self._results[cell.id] = result
             self._observer.on_result(result)
+
+
+def _sent(info: WorkloadInfo | None) -> tuple[str, str | None] | None:
+    return None if info is None else (info.digest, info.schedule_digest)
 
 
 def _make_caches() -> Path:

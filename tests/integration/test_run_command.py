@@ -17,6 +17,7 @@ from benchctl.cli import build_app
 from benchctl.loadgen import sweep
 from benchctl.loadgen.records import Records
 from benchctl.mock.script import Failure
+from benchctl.output_lock import OutputLock
 from reports.directory import load_results
 from reports.results import read_index
 from server.errors import UserError
@@ -69,6 +70,15 @@ def test_a_result_says_how_its_client_was_told_to_count(tmp_path: Path) -> None:
         run("--url", mock.url, "--concurrency", "1", *SMALL, "--warmup", "4", "--retries", "1", output=tmp_path)
     (cell,) = load_results(tmp_path).results
     assert cell.config.client == {"workers": 1, "retries": 1, "warmup": "4", "lag_bound_s": 60.0}
+
+
+def test_two_runs_cannot_mix_their_records(tmp_path: Path) -> None:
+    with running_mock() as mock, OutputLock(tmp_path):
+        result = run("--url", mock.url, "--concurrency", "1", *SMALL, output=tmp_path)
+    assert isinstance(result.exception, UserError)
+    assert "another benchctl is writing its results here" in str(result.exception)
+    with running_mock() as mock:
+        assert run("--url", mock.url, "--concurrency", "1", *SMALL, output=tmp_path).exit_code == 0
 
 
 def test_a_sweep_makes_a_result_for_each_value(tmp_path: Path) -> None:

@@ -217,6 +217,40 @@ def test_resume_keeps_ok_cells_with_the_same_configuration(world: World, tmp_pat
     assert len(world.events) == 8, "another configuration is another experiment"
 
 
+def test_resume_measures_again_when_a_file_of_prompts_has_changed(world: World, tmp_path: Path) -> None:
+    prompts = tmp_path / "prompts.jsonl"
+    workload = f"loads.0.workload={{ name = 'custom', path = '{prompts}' }}"
+    prompts.write_text('{"prompt": "one", "max_tokens": 2}\n')
+    make(world, tmp_path / "out", workload, "modes=['eager']")[0].run()
+    runner, silent = make(world, tmp_path / "out", workload, "modes=['eager']", resume=True)
+    runner.run()
+    assert len(silent.reused) == 2
+    prompts.write_text('{"prompt": "another", "max_tokens": 2}\n')
+    runner, silent = make(world, tmp_path / "out", workload, "modes=['eager']", resume=True)
+    runner.run()
+    assert silent.reused == []
+
+
+def test_a_second_run_into_the_same_directory_is_refused_while_the_first_one_writes(
+    world: World, tmp_path: Path
+) -> None:
+    refusals: list[str] = []
+
+    def load(*_: Any) -> LoadMetrics:
+        with pytest.raises(UserError) as caught:
+            make(World(), tmp_path / "out")[0].run()
+        refusals.append(str(caught.value))
+        return samples.load_metrics(1, 2)
+
+    world.load = load
+    results = make(world, tmp_path / "out")[0].run().results
+    assert [result.status for result in results] == ["ok"] * 4
+    assert len(refusals) == 4
+    assert "another benchctl is writing its results here" in refusals[0]
+    world.load = lambda *_: samples.load_metrics(1, 2)
+    make(world, tmp_path / "out")[0].run()
+
+
 def test_a_result_that_cannot_be_read_is_measured_again(world: World, tmp_path: Path) -> None:
     runner, _ = make(world, tmp_path / "out", "modes=['eager']")
     cells = runner.run().results

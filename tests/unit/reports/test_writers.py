@@ -143,6 +143,13 @@ def test_unknown_is_an_empty_field_in_csv() -> None:
     assert row["ttft_p50_s"] == row["output_tokens_per_s"] == row["to_healthy_cold_s"] == ""
 
 
+def test_markdown_says_when_results_come_from_several_commits() -> None:
+    results = samples.matrix()
+    assert "different commits" not in render_markdown(results)
+    results.results[-1].provenance.git_commit = "f" * 40
+    assert "results of 2 different commits (--resume kept earlier ones)" in render_markdown(results)
+
+
 def test_unknown_is_a_dash_in_markdown() -> None:
     text = FORMATS["md"](only(unknown_metrics()))
     assert "| eager · TORCH\\_SDPA | – | – | – | – | – | – | – |" in text
