@@ -14,7 +14,7 @@ from reports.directory import ResultSet
 from reports.metrics import pick
 from reports.reference import reference_rows
 from reports.schema import CellResult, Status
-from reports.view import COMPARED, View
+from reports.view import COMPARED, View, known_columns
 
 STYLES: dict[Status, str] = {
     "ok": "green",
@@ -53,7 +53,7 @@ def render(results: ResultSet) -> RenderableType:
 
 
 def _headline(view: View) -> Text:
-    text = Text.assemble(("benchctl ", "bold"), (view.source.title, "bold cyan"), f"  {len(view.cells)} cells:")
+    text = Text.assemble(("benchctl ", "bold"), (view.source.title, "bold cyan"), f"  {view.number_of_cells}:")
     for status, number in view.status_counts().items():
         text.append(f"  {number} {status}", STYLES[status])
     if view.source.index is not None and view.source.index.interrupted:
@@ -77,33 +77,30 @@ def _failures(cell: CellResult) -> Text:
 
 def _group_tables(view: View) -> list[RenderableType]:
     tables: list[RenderableType] = []
-    for group in view.groups:
-        if not group.measured:
-            continue
+    for group in view.tables:
         table = _table(Text.assemble((group.model, "bold"), f"  {group.title}"))
         table.add_column("")
         columns = [group.throughput, *_COLUMNS]
         for metric in columns:
             table.add_column(metric.label, justify="right")
-        for cell in group.measured:
+        for label, cell in group.rows:
             style = STYLES[cell.status] if cell.status != "ok" else None
-            table.add_row(
-                Text(view.variant_label(cell.config)), *(metric.text(cell) for metric in columns), style=style
-            )
+            table.add_row(Text(label), *(metric.text(cell) for metric in columns), style=style)
         tables.append(table)
     return tables
 
 
 def _starts(view: View) -> Table | None:
-    if not view.servers:
+    columns = known_columns(_STARTS, view.servers)
+    if not columns:
         return None
     table = _table(Text("Start-up", "bold"))
     table.add_column("")
-    for metric in _STARTS:
+    for metric in columns:
         table.add_column(metric.label, justify="right")
     for cell in view.servers:
         name = Text.assemble((f"{cell.config.model} ", "dim"), view.variant_label(cell.config))
-        table.add_row(name, *(metric.text(cell) for metric in _STARTS))
+        table.add_row(name, *(metric.text(cell) for metric in columns))
     return table
 
 

@@ -9,18 +9,12 @@ from reports.directory import ResultSet
 from reports.metrics import pick
 from reports.reference import reference_rows
 from reports.schema import CellResult
-from reports.view import COMPARED, View
+from reports.view import COMPARED, View, known_columns
 
 # GitHub refuses comments above 65,536 characters.
 MAX_CHARACTERS = 65_000
-_COLUMNS = pick(
-    "ttft_p50_s",
-    "ttft_p99_s",
-    "tpot_p50_s",
-    "itl_p99_s",
-    "to_healthy_cold_s",
-    "to_healthy_warm_s",
-)
+_COLUMNS = pick("ttft_p50_s", "ttft_p99_s", "tpot_p50_s", "itl_p99_s")
+_STARTS = pick("to_healthy_cold_s", "to_healthy_warm_s")
 
 
 def render_markdown(results: ResultSet) -> str:
@@ -51,7 +45,7 @@ def render_markdown(results: ResultSet) -> str:
 
 def _heading(view: View) -> str:
     counts = ", ".join(f"{number} {status}" for status, number in view.status_counts().items())
-    lines = [f"## benchctl: {escape_cell(view.source.title)}", "", f"{len(view.cells)} cells: {counts or 'none'}"]
+    lines = [f"## benchctl: {escape_cell(view.source.title)}", "", f"{view.number_of_cells}: {counts or 'none'}"]
     if view.source.index is not None and view.source.index.interrupted:
         lines[-1] += " (interrupted: partial results)"
     return "\n".join(lines) + "\n"
@@ -71,13 +65,10 @@ def _problems(view: View) -> str:
 
 def _groups(view: View) -> list[str]:
     sections = []
-    for group in view.groups:
-        if not group.measured:
-            continue
-        columns = [group.throughput, *_COLUMNS]
-        rows = [
-            [view.variant_label(cell.config), *(metric.text(cell) for metric in columns)] for cell in group.measured
-        ]
+    for group in view.tables:
+        cells = [cell for _, cell in group.rows]
+        columns = [group.throughput, *_COLUMNS, *known_columns(_STARTS, cells)]
+        rows = [[label, *(metric.text(cell) for metric in columns)] for label, cell in group.rows]
         title = f"### {escape_cell(group.model)}: {escape_cell(group.title)}"
         sections.append("\n".join([title, "", _table(["", *(metric.label for metric in columns)], rows), ""]))
     return sections

@@ -80,6 +80,17 @@ class Panel:
         return next(group.arrival for group in self.groups if any(cell is member for member in group.cells))
 
 
+@dataclass(slots=True)
+class ResultTable:
+    """Measured cells side by side, each with the label of its row."""
+
+    title: str
+    """Without the model."""
+    model: str
+    throughput: Metric
+    rows: list[tuple[str, CellResult]]
+
+
 @dataclass(frozen=True, slots=True)
 class Comparison:
     """Two cells that differ in one choice."""
@@ -124,6 +135,10 @@ class View:
         return [cell for cell in self.cells if cell.status in statuses]
 
     @property
+    def number_of_cells(self) -> str:
+        return f"{len(self.cells)} cell{'' if len(self.cells) == 1 else 's'}"
+
+    @property
     def models(self) -> list[str]:
         return list(dict.fromkeys(cell.config.model for cell in self.cells))
 
@@ -137,6 +152,24 @@ class View:
                 panels[key] = Panel(f"panel-{len(panels)}", group.model, group.load, [], len(self.models) > 1)
             panels[key].groups.append(group)
         return list(panels.values())
+
+    @property
+    def tables(self) -> list[ResultTable]:
+        """A table per group; one for all groups of a panel that have the same single variant, as in a sweep."""
+        tables: list[ResultTable] = []
+        for panel in self.panels:
+            groups = [group for group in panel.groups if group.measured]
+            single = {self.variant_label(cell.config) for cell in panel.measured}
+            metrics = {group.throughput.key for group in groups}
+            if len(groups) > 1 and len(single) == len(metrics) == 1 and all(len(g.measured) == 1 for g in groups):
+                rows = [(group.arrival, group.measured[0]) for group in groups]
+                title = " · ".join(part for part in (panel.load, *single) if part)
+                tables.append(ResultTable(title, panel.model, groups[0].throughput, rows))
+                continue
+            for group in groups:
+                rows = [(self.variant_label(cell.config), cell) for cell in group.measured]
+                tables.append(ResultTable(group.title, group.model, group.throughput, rows))
+        return tables
 
     @property
     def problems(self) -> list[CellResult]:
@@ -256,3 +289,8 @@ def _single_difference(first: Variant, second: Variant) -> str | None:
         if a != b
     ]
     return differences[0] if len(differences) == 1 else None
+
+
+def known_columns(metrics: Sequence[Metric], cells: Sequence[CellResult]) -> list[Metric]:
+    """Those of `metrics` that at least one cell has."""
+    return [metric for metric in metrics if any(metric.read(cell) is not None for cell in cells)]

@@ -152,7 +152,17 @@ def test_markdown_says_when_results_come_from_several_commits() -> None:
 
 def test_unknown_is_a_dash_in_markdown() -> None:
     text = FORMATS["md"](only(unknown_metrics()))
-    assert "| eager · TORCH\\_SDPA | – | – | – | – | – | – | – |" in text
+    assert "| eager · TORCH\\_SDPA | – | – | – | – | – |\n" in text
+    assert "Cold start" not in text
+
+
+def test_a_sweep_is_one_table() -> None:
+    results = [samples.cell("eager", "TORCH_SDPA", rate) for rate in (1, 2, 4)]
+    text = render_markdown(ResultSet(title="sweep", results=results))
+    assert text.count("| TTFT p50 |") == 1
+    assert re.findall(r"^\| (rate-\d)", text, re.M) == ["rate-1", "rate-2", "rate-4"]
+    two = [*results, samples.cell("compile", "TORCH_SDPA", 4)]
+    assert render_markdown(ResultSet(title="matrix", results=two)).count("### llama-3.1-8b: ") == 3
 
 
 @pytest.mark.parametrize("name", sorted(FORMATS))
