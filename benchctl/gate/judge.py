@@ -211,7 +211,7 @@ def _summary(verdict: Verdict, judgement: Judgement, pairs: int) -> str:
         return f"regression in {len(slower)} of {len(judgement.metrics)} gated metrics after {counted}"
     if verdict == "failed":
         return f"the candidate fails where the baseline works ({counted})"
-    return f"inconclusive after {counted}: {judgement.reasons[0]}"
+    return f"no answer after {counted}: {judgement.reasons[0]}"
 
 
 def _with_commit(side: SideInfo, runs: Sequence[Run]) -> SideInfo:
