@@ -33,6 +33,12 @@ from server.timeline import Span, Timeline, process_start_ns
 _PR_SET_PDEATHSIG = 1
 
 
+SWITCH_INTERVAL_S = 0.0005
+"""How long a thread may keep the interpreter while another waits for it, a tenth of Python's default. A thread that gives
+it up for every file it opens or message it gets waits that long each time behind one that computes: importing Inductor
+beside one such thread takes 9 s instead of 5, beside four 32 s instead of 12, and they get as much done."""
+
+
 class SpanMessage(msgspec.Struct, tag="span"):
     span: Span
 
@@ -172,6 +178,7 @@ def run_child(process: str, main: Callable[[Child], int]) -> None:
     _die_with_parent(arguments.supervisor_pid)
     # The terminal's Ctrl-C and a stray SIGTERM to the group are the supervisor's business: it drains us in order.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
     name = process if process == "engine" else f"{process}-{arguments.index}"
     child = Child(name, arguments.status_fd, arguments.control_fd)
     configure_logging(name, child.config.api.log_level, child.config.api.log_format)
