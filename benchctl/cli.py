@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import sys
+from collections.abc import Callable
 
 import typer
 
@@ -58,9 +59,28 @@ def build_app(argv: list[str]) -> typer.Typer:
     return app
 
 
+def _whole_names_in_help() -> None:
+    """Have typer continue an option's name in the next line on a narrow help page, not cut it off with `…`."""
+    from rich.text import Text
+    from typer import rich_utils
+
+    def folding(highlight: Callable[[str | Text], Text]) -> Callable[[str | Text], Text]:
+        def highlighted(text: str | Text) -> Text:
+            shown = highlight(text)
+            shown.overflow = "fold"
+            return shown
+
+        return highlighted
+
+    for name in ("highlighter", "negative_highlighter"):
+        setattr(rich_utils, name, folding(getattr(rich_utils, name)))
+
+
 def main() -> None:
     """Entry point: run the command; a `UserError` becomes one line on stderr and its exit code."""
     argv = sys.argv[1:]
+    if "--help" in argv:
+        _whole_names_in_help()
     try:
         build_app(argv)(args=argv, standalone_mode=True)
     except UserError as error:

@@ -39,9 +39,7 @@ def gate(
     ] = None,
     assignments: Annotated[
         list[str] | None,
-        typer.Option(
-            "--set", metavar="KEY=VALUE", help="Override the suite, e.g. --set gate.min_effect.tpot_p50_s=0.1."
-        ),
+        typer.Option("--set", metavar="KEY=VALUE", help="Override the suite, e.g. gate.max_pairs=8."),
     ] = None,
     ignore_field: Annotated[
         list[str] | None,
