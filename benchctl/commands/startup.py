@@ -80,7 +80,10 @@ def _measure(
     with console.status("") as status:
 
         def show(kind: str, number: int, total: int) -> None:
-            status.update(f"{kind} start {number} of {total}" if number else "filling the caches")
+            text = f"{kind} start {number} of {total}" if number else "filling the caches"
+            status.update(text)
+            if not console.is_terminal:  # a log, which would else be silent for minutes
+                typer.echo(text, err=True)
 
         try:
             starts = measure_starts(config, kinds, repeats, log_dir=log_dir, on_start=show, timeout_s=timeout_s)

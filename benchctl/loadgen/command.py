@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import typer
 from rich.console import Console
 from rich.status import Status
 
@@ -18,9 +19,10 @@ from benchctl.loadgen.options import LoadOptions
 from benchctl.loadgen.run import check_options
 from benchctl.loadgen.session import LoadSession
 from benchctl.loadgen.sweep import find_max_rate, parse_values
+from benchctl.matrix.plan import arrival_label
 from benchctl.matrix.progress import Progress
 from benchctl.matrix.suite import CLIENT_OPTIONS
-from reports.console import print_report
+from reports.console import print_report, report_console
 from reports.schema import CellConfig, CellResult
 from reports.writers import write_reports
 from server.errors import UserError
@@ -78,18 +80,17 @@ def execute(request: RunRequest) -> int:
     _check_traffic(config, arrivals)
     if request.api_key:
         os.environ["OPENAI_API_KEY"] = request.api_key  # where the control requests look for it
-    console = Console()
+    console = report_console()
     _ensure_model(request, console)
     with _progress(console) as status:
         session = LoadSession(config, options, request.output, on_progress=lambda p: _show(status, p))
-        if status is not None:
-            status.update(f"starting {request.serve}" if request.serve else f"connecting to {request.url}")
+        _say(status, f"starting {request.serve}" if request.serve else f"connecting to {request.url}")
         with session:
             try:
                 if request.find_max_rate:
-                    _search(session, arrivals[0], console)
+                    _search(session, arrivals[0], console, status)
                 else:
-                    _series(session, arrivals, console)
+                    _series(session, arrivals, console, status)
             finally:
                 results = session.result_set() if session.results else None
     if results is None:
@@ -256,17 +257,20 @@ def _ensure_model(request: RunRequest, console: Console) -> None:
             pull(request.serve)
 
 
-def _series(session: LoadSession, arrivals: list[dict[str, Any]], console: Console) -> None:
+def _series(session: LoadSession, arrivals: list[dict[str, Any]], console: Console, status: Status | None) -> None:
     for arrival in arrivals:
+        _say(status, f"sending: {arrival_label(arrival)}")
         result = session.run(arrival, reseed=len(arrivals) > 1)
         print_result(result, console)
         if session.interrupted or (result.status in ("failed", "unsupported") and result.metrics is None):
             return
 
 
-def _search(session: LoadSession, arrival: dict[str, Any], console: Console) -> None:
+def _search(session: LoadSession, arrival: dict[str, Any], console: Console, status: Status | None) -> None:
     def probe(rate: float) -> CellResult | None:
-        result = session.run({**arrival, "rate": round(rate, 4)}, reseed=True)
+        tried = {**arrival, "rate": round(rate, 4)}
+        _say(status, f"sending: {arrival_label(tried)}")
+        result = session.run(tried, reseed=True)
         print_result(result, console)
         return None if session.interrupted else result
 
@@ -283,6 +287,14 @@ def _progress(console: Console) -> Iterator[Status | None]:
         return
     with console.status("") as status:
         yield status
+
+
+def _say(status: Status | None, text: str) -> None:
+    """What begins now: in the line that is drawn, or as a line of a log, which would else be silent for minutes."""
+    if status is not None:
+        status.update(text)
+    else:
+        typer.echo(text, err=True)
 
 
 def _show(status: Status | None, progress: Progress) -> None:

@@ -72,6 +72,16 @@ def test_a_result_says_how_its_client_was_told_to_count(tmp_path: Path) -> None:
     assert cell.config.client == {"workers": 1, "retries": 1, "warmup": "4", "lag_bound_s": 60.0}
 
 
+def test_a_timed_run_that_ends_early_says_so(tmp_path: Path) -> None:
+    with running_mock() as mock:
+        result = run("--url", mock.url, "--concurrency", "1", "--duration", "600", *SMALL, output=tmp_path)
+    (cell,) = load_results(tmp_path).results
+    assert (result.exit_code, cell.status) == (0, "ok")
+    assert cell.reason is not None
+    assert cell.reason.startswith("all 12 requests were answered after ")
+    assert "of 600 s" in " ".join(result.output.split())
+
+
 def test_two_runs_cannot_mix_their_records(tmp_path: Path) -> None:
     with running_mock() as mock, OutputLock(tmp_path):
         result = run("--url", mock.url, "--concurrency", "1", *SMALL, output=tmp_path)
@@ -85,6 +95,7 @@ def test_a_sweep_makes_a_result_for_each_value(tmp_path: Path) -> None:
     with running_mock() as mock:
         result = run("--url", mock.url, "--sweep-concurrency", "1,3", *SMALL, output=tmp_path)
     assert result.exit_code == 0, result.output
+    assert "sending: concurrency-1\nsending: concurrency-3\n" in result.stderr, "a log would be silent for minutes"
     cells = load_results(tmp_path).results
     assert [cell.config.arrival["concurrency"] for cell in cells] == [1, 3]
     assert len({cell.workload.digest for cell in cells if cell.workload}) == 2, (
