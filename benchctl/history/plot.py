@@ -48,6 +48,7 @@ def render_html(series: Sequence[Series], title: str) -> str:
                 "title": entry.metric.label if seconds else f"{entry.metric.label} ({entry.metric.unit})",
                 "tickformat": "~s",
                 "ticksuffix": "s" if seconds else "",
+                "rangemode": "nonnegative",
             },
             height=420,
             template="plotly_white",
