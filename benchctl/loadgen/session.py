@@ -33,6 +33,8 @@ _GENERATED = frozenset({"synthetic", "sharegpt-like"})
 """Workloads that have as many requests as one asks for."""
 _REQUESTS_PER_USER_S = 20
 _MOST_FOR_USERS = 100_000
+_FULL_DURATION = 0.9
+"""Of its duration, what a load whose arrivals are random may end before without a word."""
 
 
 class LoadSession:
@@ -167,6 +169,9 @@ class LoadSession:
                 failure = str(error)
         metrics = outcome.metrics if outcome else None
         status, reason = verdict(outcome, failure, server.exit_code(), interrupted=self.interrupted)
+        short = ran_out(config.arrival, traffic.info.requests, metrics) if metrics else None
+        if status == "ok" and short:
+            reason = f"{short}; {reason}" if reason else short
         result = self._result(cell_id, config, traffic, status, reason)
         result.metrics = metrics
         result.duration_s = time.monotonic() - began
@@ -236,6 +241,21 @@ def verdict(
     if metrics.failed:
         return "ok", explain_failures(metrics, outcome.error_details)
     return "ok", None
+
+
+def ran_out(arrival: dict[str, Any], requests: int, metrics: LoadMetrics) -> str | None:
+    """Says that a load ended well before its duration because it had no more requests; None when it did not."""
+    duration_s, window = arrival.get("duration_s"), metrics.throughput
+    used = metrics.completed + metrics.failed + metrics.excluded_warmup + metrics.excluded_cooldown
+    if not isinstance(duration_s, int | float) or window.window_s is None or used < requests:
+        return None
+    ended_s = (window.window_start_s or 0.0) + window.window_s
+    if ended_s >= _FULL_DURATION * duration_s:
+        return None
+    return (
+        f"all {requests} requests were answered after {ended_s:.3g} of {duration_s:g} s; give more (num_requests) to "
+        "load the server for as long as that"
+    )
 
 
 def explain_failures(metrics: LoadMetrics, details: dict[str, str]) -> str:

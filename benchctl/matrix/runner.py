@@ -15,7 +15,7 @@ from typing import Literal, Protocol
 import msgspec
 
 from benchctl import targets
-from benchctl.loadgen.session import explain_failures
+from benchctl.loadgen.session import explain_failures, ran_out
 from benchctl.matrix.interrupts import Interrupts
 from benchctl.matrix.plan import Cell, Plan, ServerPlan
 from benchctl.matrix.progress import Progress, Replayed
@@ -262,6 +262,9 @@ class MatrixRunner:
             finally:
                 timer.cancel()
         status, reason = self._verdict(replayed, problem, server, late=late.is_set())
+        short = ran_out(cell.config.arrival, traffic.info.requests, replayed.metrics) if replayed else None
+        if status == "ok" and short:
+            reason = f"{short}; {reason}" if reason else short
         self._finish(
             cell,
             status,

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from benchctl.loadgen.options import LoadOutcome
-from benchctl.loadgen.session import sized_workload, verdict
+from benchctl.loadgen.session import ran_out, sized_workload, verdict
 from tests.unit.reports import samples
 
 
@@ -55,3 +55,16 @@ def test_requests_enough_for_a_rate_and_a_duration() -> None:
     users = {"name": "concurrency", "concurrency": 4, "duration_s": 10.0}
     assert sized_workload({"name": "sharegpt-like"}, users)["num_requests"] == 804
     assert sized_workload({"name": "synthetic"}, {**users, "duration_s": 1e6})["num_requests"] == 100_000
+
+
+def test_a_load_that_ran_out_of_requests_says_so() -> None:
+    metrics = samples.load_metrics(1, 2)
+    metrics.completed, metrics.failed, metrics.excluded_warmup, metrics.excluded_cooldown = 90, 5, 3, 2
+    metrics.throughput.window_start_s, metrics.throughput.window_s = 1.0, 4.0
+    users = {"name": "concurrency", "concurrency": 2}
+    said = ran_out({**users, "duration_s": 60.0}, 100, metrics)
+    assert said is not None
+    assert said.startswith("all 100 requests were answered after 5 of 60 s; give more")
+    assert ran_out({**users, "duration_s": 60.0}, 101, metrics) is None, "one was not sent: the time was over"
+    assert ran_out({**users, "duration_s": 5.2}, 100, metrics) is None
+    assert ran_out(users, 100, metrics) is None
