@@ -34,9 +34,9 @@ _PR_SET_PDEATHSIG = 1
 
 
 SWITCH_INTERVAL_S = 0.0005
-"""How long a thread may keep the interpreter while another waits for it, a tenth of Python's default. A thread that gives
-it up for every file it opens or message it gets waits that long each time behind one that computes: importing Inductor
-beside one such thread takes 9 s instead of 5, beside four 32 s instead of 12, and they get as much done."""
+"""How long a thread may keep the interpreter while another waits for it, a tenth of Python's default. A thread that
+gives it up for every file it opens or message it gets waits that long each time behind one that computes: importing
+Inductor beside one such thread takes 9 s instead of 5, beside four 32 s instead of 12, and they get as much done."""
 
 
 class SpanMessage(msgspec.Struct, tag="span"):
