@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Iterable, Iterator
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,6 +15,8 @@ from server.errors import UserError
 
 if TYPE_CHECKING:
     import torch
+
+    from benchctl.kernelbench.case import Case
 
 DTYPES = ("bfloat16", "float16", "float32")
 SWEEPS = ("decode", "prefill", "gemv")
@@ -69,12 +72,12 @@ def kernels(
         _write(output, writing.as_json(facts, [], candidates=candidates))
         return
     if check:
-        cases = (c for c in all_check_cases(device, dtypes, small=small) if fnmatch(c.kernel, kernel))
+        cases = _announced(c for c in all_check_cases(device, dtypes, small=small) if fnmatch(c.kernel, kernel))
         rows = list(measuring.check(cases, interpreted=interpreted))
         roofline, host = None, []
     else:
         roofline = measuring.measure_roofline(device)
-        cases = (c for c in all_timed_cases(device, dtypes, page) if fnmatch(c.kernel, kernel))
+        cases = _announced(c for c in all_timed_cases(device, dtypes, page) if fnmatch(c.kernel, kernel))
         rows = list(measuring.measure(cases, roofline))
         host = list(host_costs(c for c in launch_cases(device) if fnmatch(c.kernel, kernel)))
     steps = [] if model is None else list(eager_steps(model, device, [1, 8, 64], 640))
@@ -93,6 +96,21 @@ def kernels(
         console.print(f"{len(failed)} of {len(rows)} cases are off by more than their tolerance")
         raise typer.Exit(1)
     console.print(f"{len(rows)} cases within tolerance")
+
+
+def _announced(cases: Iterable[Case]) -> Iterator[Case]:
+    """The cases, each shown on stderr while it runs (in a log once per kernel): the interpreter takes minutes."""
+    from rich.console import Console
+
+    console = Console(stderr=True, highlight=False, markup=False)
+    said: set[str] = set()
+    with console.status("") as status:
+        for number, case in enumerate(cases, 1):
+            status.update(f"{number}: {case.kernel} {case.shape}")
+            if case.kernel not in said and not console.is_terminal:
+                console.print(case.kernel, soft_wrap=True)
+            said.add(case.kernel)
+            yield case
 
 
 def _device(*, check: bool) -> torch.device:

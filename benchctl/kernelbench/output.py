@@ -70,20 +70,16 @@ def print_rows(console: Console, rows: Sequence[Row], roofline: Roofline | None)
     table = Table(box=None, pad_edge=False)
     for name in ("kernel", "shape", "dtype"):
         table.add_column(name, no_wrap=True)
-    for name in ("error", "us", "TB/s", "TFLOP/s", "of roofline"):
+    timed = any(row.time_us is not None for row in rows)
+    for name in ("error", "us", "TB/s", "TFLOP/s", "of roofline") if timed else ("error",):
         table.add_column(name, justify="right", no_wrap=True)
     for row in rows:
         error = "-" if row.error is None else f"{row.error:.1e}"
-        table.add_row(
-            row.kernel,
-            row.shape,
-            row.dtype,
-            error if row.passed else f"[red]{error} > {row.tolerance:.0e}[/red]",
-            _number(row.time_us, ".1f"),
-            _number(row.tb_per_s, ".2f"),
-            _number(row.tflop_per_s, ".1f"),
-            _number(row.roofline_share, ".0%"),
-        )
+        shown = [error if row.passed else f"[red]{error} > {row.tolerance:.0e}[/red]"]
+        if timed:
+            shown += [_number(row.time_us, ".1f"), _number(row.tb_per_s, ".2f"), _number(row.tflop_per_s, ".1f")]
+            shown.append(_number(row.roofline_share, ".0%"))
+        table.add_row(row.kernel, row.shape, row.dtype, *shown)
     console.print(table)
 
 
