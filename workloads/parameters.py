@@ -127,6 +127,17 @@ def parse_assignments(assignments: Iterable[str]) -> dict[str, Any]:
     return result
 
 
+def parse_workload(text: str) -> dict[str, Any]:
+    """A specification from `NAME`, `NAME:key=value,...` or a JSON object. Raises UserError."""
+    if text.lstrip().startswith("{"):
+        try:
+            return msgspec.json.decode(text, type=dict[str, Any])
+        except msgspec.DecodeError as error:
+            raise UserError(f"workload {text!r}: not a JSON object ({error})") from None
+    name, _, rest = text.partition(":")
+    return {"name": name, **parse_assignments(part for part in rest.split(",") if part)}
+
+
 def check_num_requests(num_requests: int | None, *, where: str) -> None:
     """Raise UserError unless there is at least one request and no more than a machine can plan; None: no limit."""
     if num_requests is not None and not 1 <= num_requests <= MAX_REQUESTS:

@@ -18,12 +18,15 @@ from workloads import build_workload, list_workloads
 from workloads.arrivals import Schedule, build_schedule, parse_arrival
 from workloads.base import Workload
 from workloads.export import export_workload
-from workloads.parameters import parse_assignments
+from workloads.parameters import parse_assignments, parse_workload
 from workloads.summary import LengthSummary, WorkloadSummary, sparkline, summarise
 from workloads.token_ids import request_timestamps
 from workloads.tokenizer import load_tokenizer
 
-_Name = Annotated[str, typer.Argument(metavar="NAME", help="Workload (see `benchctl workload ls`).")]
+_Name = Annotated[
+    str,
+    typer.Argument(metavar="NAME", help="Workload (see `benchctl workload ls`); also NAME:key=value,... or JSON."),
+]
 _Set = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="KEY=VALUE", help="A parameter; repeatable, dots nest (input_len.median=200)."),
@@ -99,7 +102,7 @@ def export(
 def _build(
     name: str, assignments: list[str] | None, seed: int, tokenizer: str | None, num_requests: int | None
 ) -> Workload:
-    spec: dict[str, Any] = {**parse_assignments(assignments or []), "name": name}
+    spec: dict[str, Any] = {**parse_workload(name), **parse_assignments(assignments or [])}
     if num_requests is not None:
         spec["num_requests"] = num_requests
     return build_workload(spec, seed=seed, tokenizer=load_tokenizer(tokenizer) if tokenizer else None)

@@ -28,7 +28,7 @@ from reports.writers import write_reports
 from server.errors import UserError
 from workloads import build_workload
 from workloads.arrivals import build_schedule, parse_arrival
-from workloads.parameters import parse_assignments
+from workloads.parameters import parse_assignments, parse_workload
 
 _PROBE_S = 20.0
 """Duration of a search's loads when none is given."""
@@ -73,6 +73,8 @@ class RunRequest(msgspec.Struct, kw_only=True):
 
 def execute(request: RunRequest) -> int:
     """Run and print; the exit code. Raises UserError for bad input, before any server is started where possible."""
+    if request.url is not None and "//" not in request.url:
+        request = msgspec.structs.replace(request, url=f"http://{request.url}")
     options = load_options(request)
     config = msgspec.structs.replace(cell_config(request), client=_said(options))
     check_options(options)
@@ -170,17 +172,6 @@ def _said(options: LoadOptions) -> dict[str, Any]:
     usual = LoadOptions(url="", model="")
     names = (*CLIENT_OPTIONS, "tokenizer")
     return {name: value for name in names if (value := getattr(options, name)) != getattr(usual, name)}
-
-
-def parse_workload(text: str) -> dict[str, Any]:
-    """A specification from `NAME`, `NAME:key=value,...` or a JSON object. Raises UserError."""
-    if text.lstrip().startswith("{"):
-        try:
-            return msgspec.json.decode(text, type=dict[str, Any])
-        except msgspec.DecodeError as error:
-            raise UserError(f"--workload {text!r}: not a JSON object ({error})") from None
-    name, _, rest = text.partition(":")
-    return {"name": name, **parse_assignments(part for part in rest.split(",") if part)}
 
 
 def plan_arrivals(request: RunRequest) -> list[dict[str, Any]]:

@@ -93,7 +93,8 @@ def test_two_runs_cannot_mix_their_records(tmp_path: Path) -> None:
 
 def test_a_sweep_makes_a_result_for_each_value(tmp_path: Path) -> None:
     with running_mock() as mock:
-        result = run("--url", mock.url, "--sweep-concurrency", "1,3", *SMALL, output=tmp_path)
+        bare = mock.url.removeprefix("http://")
+        result = run("--url", bare, "--sweep-concurrency", "1,3", *SMALL, output=tmp_path)
     assert result.exit_code == 0, result.output
     assert "sending: concurrency-1\nsending: concurrency-3\n" in result.stderr, "a log would be silent for minutes"
     cells = load_results(tmp_path).results

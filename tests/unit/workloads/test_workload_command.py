@@ -76,6 +76,15 @@ def test_show_without_a_curve_says_why(arrival: str, expected: str) -> None:
     assert "set by the arrival process" in run("show", "synthetic").stdout
 
 
+def test_a_workload_is_named_as_for_run() -> None:
+    shown = [
+        run("show", "synthetic:output_len=3,num_requests=4", "--json").stdout,
+        run("show", '{"name": "synthetic", "output_len": 3}', "--num-requests", "4", "--json").stdout,
+        run("show", "synthetic", "--set", "output_len=3", "--set", "num_requests=4", "--json").stdout,
+    ]
+    assert len(set(shown)) == 1
+
+
 def test_export_and_show_agree_on_the_digest(tmp_path: Path) -> None:
     file = tmp_path / "w.jsonl"
     assert run("export", "synthetic", "-o", str(file), "--num-requests", "12").exit_code == 0
