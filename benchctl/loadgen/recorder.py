@@ -108,7 +108,8 @@ class Recorder:
         return taken
 
     def _count_output(self, answer: AnswerStream, cause: Cause) -> tuple[int, TokenSource]:
-        if answer.completion_tokens is not None:
+        # Some servers fill their usage with zeros: nothing was generated only when nothing came.
+        if answer.completion_tokens or (answer.completion_tokens == 0 and not answer.times):
             return answer.completion_tokens, TokenSource.USAGE
         if cause:
             return -1, TokenSource.NONE

@@ -8,6 +8,9 @@ from benchctl.loadgen.chunks import Choice, Chunk, decode_chunk, decode_loosely,
 from benchctl.loadgen.records import Cause
 from benchctl.loadgen.sse import Event, SseError, SseParser
 
+MOST_TOKENS = 2**31 - 1
+"""What a record can hold."""
+
 
 class AnswerStream:
     """Consumes the body of a 200 answer; all times are CLOCK_MONOTONIC ns given by the caller."""
@@ -92,9 +95,9 @@ class AnswerStream:
                     if choice.text or choice.delta is not None or choice.token_ids:
                         self._take(choice, chunk, now_ns)
             if usage is not None:
-                if usage.completion_tokens is not None:
+                if _can_be(usage.completion_tokens):
                     self.completion_tokens = usage.completion_tokens
-                if usage.prompt_tokens is not None:
+                if _can_be(usage.prompt_tokens):
                     self.prompt_tokens = usage.prompt_tokens
 
     def _take(self, choice: Choice, chunk: Chunk, now_ns: int) -> None:
@@ -113,7 +116,7 @@ class AnswerStream:
         usage = chunk.usage
         if choice.token_ids is not None:
             tokens = len(choice.token_ids)
-        elif usage is not None and usage.completion_tokens is not None:
+        elif usage is not None and usage.completion_tokens is not None and _can_be(usage.completion_tokens):
             tokens = usage.completion_tokens - self._reported
             self._reported = usage.completion_tokens
         else:
@@ -143,3 +146,8 @@ class AnswerStream:
         if not self.cause:
             self.cause = cause
             self.detail = detail
+
+
+def _can_be(count: int | None) -> bool:
+    """Whether a server's count can be one of tokens; what the records have no room for is as good as not said."""
+    return count is not None and 0 <= count <= MOST_TOKENS

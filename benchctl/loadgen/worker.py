@@ -334,6 +334,8 @@ class LoadWorker:
     def _may_retry(self, flight: Flight, cause: Cause) -> bool:
         if flight.attempts > self._options.retries or flight.answer.times:
             return False
+        if flight.retry_after_s is not None and flight.retry_after_s > self._options.timeout_s:
+            return False  # nobody waits that long for an answer
         if cause is Cause.HTTP:
             return flight.http_status in _RETRYABLE_STATUS
         return cause in (Cause.CONNECT, Cause.RESET)

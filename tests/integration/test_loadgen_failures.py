@@ -92,6 +92,23 @@ def answering(*portions: bytes, close: bool = False, pause_s: float = 0.0) -> Ha
     return handle
 
 
+def test_a_retry_after_beyond_the_timeout_is_not_waited_for(tmp_path: Path) -> None:
+    for pause in (b"601", b"9" * 400):
+        refusal = b"HTTP/1.1 429 Busy\r\nretry-after: " + pause + b"\r\ncontent-length: 0\r\n\r\n"
+        with serving(answering(refusal)) as port:
+            outcome = load_here(f"http://127.0.0.1:{port}", synthetic(2), USERS, tmp_path / "r", retries=3)
+        assert (outcome.metrics.errors, outcome.metrics.retries) == ({"http 429": 2}, 0)
+
+
+@pytest.mark.parametrize("said", [b"99999999999", b"-7", b"123456789012345678901234567890", b"0"])
+def test_a_usage_that_cannot_be_is_as_good_as_none(tmp_path: Path, said: bytes) -> None:
+    usage = b'data: {"choices":[],"usage":{"prompt_tokens":' + said + b',"completion_tokens":' + said + b"}}\n\n"
+    with serving(answering(CHUNKED, chunks(EVENT, EVENT, usage, DONE), b"0\r\n\r\n")) as port:
+        metrics = load_here(f"http://127.0.0.1:{port}", synthetic(2), USERS, tmp_path / "r").metrics
+    assert (metrics.completed, metrics.errors) == (2, {})
+    assert (metrics.throughput.output_tokens, metrics.output_token_source) == (4, "events")
+
+
 @pytest.mark.parametrize(
     ("failure", "cause"),
     [
