@@ -13,6 +13,7 @@ from reports import formatting
 from reports.directory import ResultSet
 from reports.metrics import pick
 from reports.reference import reference_rows
+from reports.remarks import remarks
 from reports.schema import CellResult, Status
 from reports.view import COMPARED, View, known_columns
 
@@ -47,7 +48,7 @@ def render(results: ResultSet) -> RenderableType:
     parts += [_problem(cell) for cell in view.problems]
     parts += [_failures(cell) for cell in view.with_failures]
     parts += _group_tables(view)
-    last = (_starts(view), _comparisons(view), _references(view), _unsupported(view))
+    last = (_starts(view), _comparisons(view), _references(view), _unsupported(view), _remarks(view))
     parts += [table for table in last if table is not None]
     return Group(*(Padding(part, (0, 0, 1, 0)) for part in parts))
 
@@ -139,6 +140,17 @@ def _references(view: View) -> Table | None:
         ours = Text(row.ours, styles[row.tone])
         table.add_row(Text(row.cell_id), row.metric.label, row.reference, ours, row.ratio, row.target, row.limit)
     return table
+
+
+def _remarks(view: View) -> Text | None:
+    found = remarks(view.cells)
+    if not found:
+        return None
+    text = Text("Remarks", "bold")
+    for one in found:
+        text.append(f"\n  {one.text}", "none")
+        text.append(f"  {one.where}", "dim")
+    return text
 
 
 def _unsupported(view: View) -> Text | None:

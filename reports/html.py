@@ -16,6 +16,7 @@ from reports.directory import ResultSet
 from reports.figures import Figure, FigureMaker
 from reports.metrics import METRICS, pick
 from reports.reference import reference_rows
+from reports.remarks import remarks
 from reports.schema import SCHEMA_VERSION, CellResult, Provenance
 from reports.view import Choice, Variant, View, summarise
 
@@ -83,6 +84,7 @@ def render_html(results: ResultSet) -> str:
         references=reference_rows(view),
         reference_source=results.reference_source,
         unsupported=_unsupported(view),
+        remarks=remarks(view.cells),
         telemetry=_telemetry(view),
         sections=sections,
         legend=[(name, maker.palette.color(Variant.of(config)), config.mode) for name, config in legend],

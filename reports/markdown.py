@@ -8,6 +8,7 @@ from reports import formatting
 from reports.directory import ResultSet
 from reports.metrics import pick
 from reports.reference import reference_rows
+from reports.remarks import remarks
 from reports.schema import CellResult
 from reports.view import COMPARED, View, known_columns
 
@@ -27,6 +28,7 @@ def render_markdown(results: ResultSet) -> str:
         _comparisons(view),
         _references(view),
         _unsupported(view),
+        _remarks(view),
         _footer(view),
     ]
     text = ""
@@ -107,6 +109,11 @@ def _unsupported(view: View) -> str:
         names = ", ".join(dict.fromkeys(f"`{escape_code(view.variant_label(cell.config))}`" for cell in cells))
         lines.append(f"- {names}: {escape_cell(reason)}")
     return "\n".join([*lines, ""])
+
+
+def _remarks(view: View) -> str:
+    lines = [f"- {escape_cell(one.text)} ({escape_cell(one.where)})" for one in remarks(view.cells)]
+    return "\n".join(["### Remarks", "", *lines, ""]) if lines else ""
 
 
 def _footer(view: View) -> str:

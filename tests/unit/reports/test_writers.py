@@ -150,6 +150,41 @@ def test_markdown_says_when_results_come_from_several_commits() -> None:
     assert "results of 2 different commits (--resume kept earlier ones)" in render_markdown(results)
 
 
+@pytest.mark.parametrize("name", ["md", "html"])
+def test_what_was_left_out_repeated_or_approximated_is_said(name: str) -> None:
+    cell = samples.cell("eager", "TORCH_SDPA", 2.0)
+    assert cell.metrics is not None
+    assert cell.workload is not None
+    cell.metrics.excluded_warmup, cell.metrics.retries, cell.metrics.output_token_source = 7, 31, "events"
+    cell.workload.notes += ["an earlier cell sent these prompts", EVIL]
+    cell.workload.dropped = {"too long": 3}
+    cell.reason = "all 12 requests were answered after 1 of 60 s"
+    for text in (FORMATS[name](only(cell)), _printed(only(cell))):
+        for words in ("7 warm-up and 0 cool-down", "31 attempts were made again", "count but from: events",
+                      "earlier cell sent these", "3 too long", "after 1 of 60 s"):  # fmt: skip
+            assert words in text, words
+    assert "<img" not in FORMATS[name](only(cell))
+
+
+def test_answers_shorter_than_forced_are_said() -> None:
+    cell = samples.cell("eager", "TORCH_SDPA", 2.0)
+    assert cell.metrics is not None
+    assert cell.workload is not None
+    cell.workload.requests = cell.metrics.completed
+    cell.metrics.throughput.output_tokens = cell.workload.output_tokens_requested
+    assert "ignore_eos" not in render_markdown(only(cell))
+    cell.metrics.throughput.output_tokens = 1234
+    assert "answers hold 1,234 output tokens instead of the 64,000 that were forced" in render_markdown(only(cell))
+    cell.config.client = {"force_lengths": False}
+    assert "ignore_eos" not in render_markdown(only(cell))
+
+
+def _printed(results: ResultSet) -> str:
+    console = Console(width=200, record=True, file=io.StringIO())
+    print_report(results, console)
+    return console.export_text()
+
+
 def test_unknown_is_a_dash_in_markdown() -> None:
     text = FORMATS["md"](only(unknown_metrics()))
     assert "| eager · TORCH\\_SDPA | – | – | – | – | – |\n" in text
