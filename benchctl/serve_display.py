@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 # Phases below this are summed up in the tree: a start has hundreds of graph captures of some milliseconds.
 _TREE_MIN_S = 0.005
+_LOG_PART_MIN_S = 1.0
 
 
 class ConsoleObserver:
@@ -60,8 +61,10 @@ class ConsoleObserver:
             progress.update(self._tasks[key], completed=message.done, total=message.total, amount=amount)
         elif isinstance(message, SpanMessage) and not console.is_terminal:
             span = message.span
-            if span.end_ns - span.start_ns >= 1e9 * _TREE_MIN_S and "/" not in span.name:
-                self._print(f"{span.process:<10} {span.name}: {(span.end_ns - span.start_ns) / 1e9:.2f} s")
+            seconds = (span.end_ns - span.start_ns) / 1e9
+            # Parts of phases only when long: a compilation of half a minute must not look like a hang.
+            if seconds >= (_LOG_PART_MIN_S if "/" in span.name else _TREE_MIN_S):
+                self._print(f"{span.process:<10} {span.name}: {seconds:.2f} s")
         elif isinstance(message, LogMessage):
             self._print(f"{process:<10} {message.level}: {message.text}")
 
