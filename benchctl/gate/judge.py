@@ -204,11 +204,12 @@ def _pairs_needed(alpha: float, family: int) -> int:
 
 def _summary(verdict: Verdict, judgement: Judgement, pairs: int) -> str:
     counted = f"{pairs} pair{'s' if pairs != 1 else ''}"
+    metrics = f"{len(judgement.metrics)} gated metric{'s' if len(judgement.metrics) != 1 else ''}"
     if verdict == "pass":
-        return f"no regression in {len(judgement.metrics)} gated metrics after {counted}"
+        return f"no regression in {metrics} after {counted}"
     if verdict == "regression":
         slower = [one for one in judgement.metrics if one.outcome == "regression"]
-        return f"regression in {len(slower)} of {len(judgement.metrics)} gated metrics after {counted}"
+        return f"regression in {len(slower)} of {metrics} after {counted}"
     if verdict == "failed":
         return f"the candidate fails where the baseline works ({counted})"
     return f"no answer after {counted}: {judgement.reasons[0]}"

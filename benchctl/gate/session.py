@@ -106,7 +106,8 @@ class Session:
             least, most = (
                 formatting.seconds(took * count) for count in (self.settings.min_pairs, self.settings.max_pairs)
             )
-            self.say(f"a pair takes {formatting.seconds(took)}: an answer in {least} to {most}")
+            span = least if least == most else f"{least} to {most}"
+            self.say(f"a pair takes {formatting.seconds(took)}: an answer in {span}")
 
     def _run_side(self, side: Side, number: int) -> Run:
         source = self.sources[side]
