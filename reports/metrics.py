@@ -105,7 +105,7 @@ METRICS: dict[str, Metric] = {
             "Goodput req/s",
             "req/s",
             True,
-            "completed requests per second that meet every stated SLO",
+            "completed requests per second that meet every limit of the SLO (of several, the first)",
             _from_load(_goodput),
         ),
         Metric("ttft_p50_s", "TTFT p50", "s", False, _TTFT, _percentile("ttft_s", "p50")),

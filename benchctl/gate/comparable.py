@@ -39,6 +39,8 @@ FIELDS: dict[str, Callable[[CellResult], Any]] = {
     "cooldown": _client("cooldown"),
     "retries": _client("retries"),
     "continuous_usage": _client("continuous_usage"),
+    # Goodput is of the first; without one there is none to compare.
+    "slo": lambda r: r.config.slos[0] if r.config.slos else None,
     "gpu": _gpus,
     "cpu": lambda r: r.provenance.cpu,
     "cpu_count": lambda r: r.provenance.cpu_count,

@@ -34,6 +34,10 @@ def free_lengths(result: CellResult) -> None:
     result.workload.forced_lengths = False
 
 
+def other_slo(result: CellResult) -> None:
+    result.config.slos = ["ttft:9s"]
+
+
 def with_warmup(result: CellResult) -> None:
     result.config.client = {"workers": 2, "warmup": "20"}
 
@@ -72,6 +76,7 @@ def test_repeated_runs_give_an_interval(tmp_path: Path) -> None:
         (free_lengths, "forced_lengths", "True against False"),
         (other_digest, "workload", "abab.* against 0000"),
         (with_warmup, "warmup", "0s against 20"),
+        (other_slo, "slo", "ttft:.* against ttft:9s"),
     ],
 )
 def test_what_is_not_comparable_is_refused_by_name(
