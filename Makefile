@@ -39,6 +39,8 @@ nightly: $(STAMP)
 	$(BIN)/python -m pytest -m nightly
 	BENCHCTL_FUZZ_EXAMPLES=2000 $(BIN)/python -m pytest --timeout 1800 tests/fuzz
 
+# PYTHONWARNINGS: setuptools warns, over ten lines, about any editable installation.
+$(STAMP): export PYTHONWARNINGS = ignore
 $(STAMP): pyproject.toml
 	@echo 'Setting up $(VENV): downloads and installs torch and others, a minute or more ...'
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "benchctl needs Python 3.11 or newer")'
