@@ -97,7 +97,7 @@ def test_a_warm_server_loads_what_the_first_one_stored(cache: Path, tmp_path: Pa
     assert names["compile/fetch"] == {"cache": "hit"}
     assert "compile/dynamo" not in names
     removed = benchctl("cache", "clear", cache=cache)
-    assert removed.startswith("removed 1 compiled graphs")
+    assert removed.startswith("removed 1 compiled graph (")
     assert json.loads(benchctl("cache", "ls", "--json", cache=cache))["entries"] == []
 
 
