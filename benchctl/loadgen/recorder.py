@@ -17,6 +17,9 @@ if TYPE_CHECKING:
     from workloads.tokenizer import TokenizerLike
 
 _MOST_TTFTS = 200
+MOST_UNWRITTEN = 4096
+"""Ended flights kept for a quiet moment; beyond it each one that ends makes the oldest be written, so that a load whose
+sockets are never quiet does not grow."""
 
 
 class Report(msgspec.Struct):
@@ -60,6 +63,8 @@ class Recorder:
             label = CAUSE_LABELS.get(cause) or f"http {flight.http_status}"
             # In the words of a server that need not mean well.
             self.error_details.setdefault(label, printable(flight.detail or answer.detail))
+        if len(self._unwritten) > MOST_UNWRITTEN:
+            self.write_one()
 
     def write_one(self) -> bool:
         """Hand the oldest record to the file; False when there is none."""
