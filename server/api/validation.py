@@ -17,6 +17,7 @@ MAX_STOP_CHARACTERS = 1024
 """All stop strings together: every generated piece of text is searched for them."""
 _DEFAULT_COMPLETION_TOKENS = 16
 _INT64 = (-(1 << 63), (1 << 63) - 1)
+_MAX_ID_DIGITS = 20
 _INT32 = (-(1 << 31), (1 << 31) - 1)
 # vLLM's floor: dividing float32 logits by less overflows them.
 _MIN_TEMPERATURE = 1e-2
@@ -89,7 +90,8 @@ def _logit_bias(request: SamplingFields, vocab_size: int) -> dict[int, float] | 
         return None
     biases: dict[int, float] = {}
     for key, bias in request.logit_bias.items():
-        if not (key.isascii() and key.isdigit()) or int(key[:20]) >= vocab_size:
+        # Leading zeros are allowed, but no more digits than any id needs: Python refuses to convert thousands.
+        if not (key.isascii() and key.isdigit() and len(key) <= _MAX_ID_DIGITS) or int(key) >= vocab_size:
             raise invalid(
                 f"`logit_bias` keys must be token ids from 0 to {vocab_size - 1}, got {key[:40]!r}.", "logit_bias"
             )

@@ -74,6 +74,8 @@ VALUES: list[tuple[str, Any]] = [
     ("repetition_penalty", -1),
     ("logit_bias", {"x": 1}),
     ("logit_bias", {"512": 1}),
+    ("logit_bias", {"0" * 20 + "512": 1}),
+    ("logit_bias", {"0" * 5000: 1}),
     ("logit_bias", {"-1": 1}),
     ("logit_bias", {"١": 1}),
     ("logit_bias", {"5": 101}),
