@@ -10,7 +10,8 @@ FIRST_PAUSE_S = 1.0
 LONGEST_PAUSE_S = 60.0
 STEADY_S = 60.0
 """A server that has served for so long begins again with the shortest pause when it fails."""
-_FAILURE = 1
+# The second is what a start ends with that lacks something: memory that is not free again yet, say.
+_FAILURES = (1, 2)
 
 
 @dataclass(frozen=True)
@@ -36,7 +37,7 @@ def run_with_restarts(
     while True:
         outcome = run()
         has_served = has_served or outcome.served_s is not None
-        if outcome.exit_code != _FAILURE or not has_served:
+        if outcome.exit_code not in _FAILURES or not has_served:
             return outcome.exit_code
         if outcome.served_s is not None and outcome.served_s >= STEADY_S:
             next_pause = FIRST_PAUSE_S

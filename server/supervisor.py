@@ -156,9 +156,9 @@ class Supervisor:
     def run(self, on_ready: Callable[[str], None] | None = None) -> int:
         """Start everything, serve until a signal or a death, stop everything.
 
-        Returns 0 after a drain, 130/143 when interrupted during the start or twice, 2 when a child reported something
-        that the user can mend, else 1. Raises UserError when the port cannot be bound, or the machine has no directory
-        or descriptors to start with.
+        Returns 0 after a drain, 130/143 when interrupted during the start or twice, 2 when a child that was starting
+        reported something that the user can mend, else 1. Raises UserError when the port cannot be bound, or the
+        machine has no directory or descriptors to start with.
         """
         try:
             return self._run(on_ready)
@@ -321,7 +321,7 @@ class Supervisor:
 
     def _exit_code(self) -> int:
         failure = self._failed.failure if self._failed is not None else None
-        return 2 if failure is not None and failure.user_error else 1
+        return 2 if failure is not None and failure.user_error and not self.is_ready else 1
 
     def _kill_all(self) -> None:
         """The engine and the worker hold nothing that must be saved: once the API is done they are killed."""

@@ -19,7 +19,7 @@ from server.engine.scheduler import Scheduler
 from server.ipc import api_to_engine, engine_to_api, engine_to_worker, worker_to_engine
 from server.ipc.api_to_engine import AbortRequests, AddRequest, ApiReady, ToEngine
 from server.ipc.engine_to_api import EngineReady, FromEngine, RequestOutput, StepOutputs
-from server.ipc.engine_to_worker import ToWorker
+from server.ipc.engine_to_worker import ScheduleStep
 from server.ipc.sockets import Receiver, Sender
 from server.ipc.worker_to_engine import FromWorker, StepResult, WorkerReady
 from server.profiling import SpanProfile
@@ -47,7 +47,7 @@ class EngineCore:
         self._context: zmq.Context[Any] = zmq.Context()
         self._from_api: Receiver[ToEngine] = api_to_engine.receiver(self._context, runtime_dir)
         self._from_worker: Receiver[FromWorker] = worker_to_engine.receiver(self._context, runtime_dir)
-        self._to_worker: Sender[ToWorker] = engine_to_worker.sender(self._context, runtime_dir)
+        self._to_worker: Sender[ScheduleStep] = engine_to_worker.sender(self._context, runtime_dir)
         self._to_api: dict[int, Sender[FromEngine]] = {}
         self._poller = zmq.Poller()
         self._poller.register(self._from_api.socket, zmq.POLLIN)

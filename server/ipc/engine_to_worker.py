@@ -43,18 +43,11 @@ class ScheduleStep(msgspec.Struct, tag="step", array_like=True):
     """Finished, aborted or preempted: forget them, before anything else of this step is applied."""
 
 
-class Shutdown(msgspec.Struct, tag="shutdown", array_like=True):
-    pass
-
-
-ToWorker = ScheduleStep | Shutdown
-
-
-def sender(context: zmq.Context[Any], runtime_dir: str, rank: int = 0) -> Sender[ToWorker]:
+def sender(context: zmq.Context[Any], runtime_dir: str, rank: int = 0) -> Sender[ScheduleStep]:
     """The engine's end."""
     return Sender(context, endpoint(runtime_dir, f"worker-{rank}-in"), bind=True)
 
 
-def receiver(context: zmq.Context[Any], runtime_dir: str, rank: int = 0) -> Receiver[ToWorker]:
+def receiver(context: zmq.Context[Any], runtime_dir: str, rank: int = 0) -> Receiver[ScheduleStep]:
     """The worker's end."""
-    return Receiver(context, endpoint(runtime_dir, f"worker-{rank}-in"), ToWorker, bind=False)
+    return Receiver(context, endpoint(runtime_dir, f"worker-{rank}-in"), ScheduleStep, bind=False)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar, overload
 
 import msgspec
 import zmq
@@ -56,6 +56,12 @@ class Receiver(Generic[T]):
             self.socket.connect(address)
         self._decoder: msgspec.msgpack.Decoder[T] = msgspec.msgpack.Decoder(message_type)
 
+    @overload
+    def receive(self) -> T: ...
+
+    @overload
+    def receive(self, timeout_ms: int) -> T | None: ...
+
     def receive(self, timeout_ms: int | None = None) -> T | None:
         """Next message; None when `timeout_ms` passes first (None waits for ever, 0 polls).
 
@@ -64,16 +70,6 @@ class Receiver(Generic[T]):
         if timeout_ms is not None and not self.socket.poll(timeout_ms, zmq.POLLIN):
             return None
         return self._decoder.decode(self.socket.recv(copy=True))
-
-    def drain(self) -> list[T]:
-        """All messages that are already here, without waiting."""
-        messages: list[T] = []
-        while True:
-            try:
-                data = self.socket.recv(zmq.NOBLOCK, copy=True)
-            except zmq.Again:
-                return messages
-            messages.append(self._decoder.decode(data))
 
     def close(self) -> None:
         self.socket.close(linger=0)

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
+from collections.abc import Iterator
 
 import torch
 
 from server.config import DtypeName, SchedulerOptions
-from server.errors import UserError
+from server.errors import UserError, device_out_of_memory
 from server.models.config import ModelConfig
 
 logger = logging.getLogger(__name__)
 
+GIB = 1024**3
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -57,6 +60,30 @@ def init_device(device: torch.device) -> None:
         torch.backends.cuda.matmul.allow_tf32 = False
     else:
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0))))
+
+
+@contextlib.contextmanager
+def memory_for(what: str, cure: str, device: torch.device) -> Iterator[None]:
+    """Raise UserError when `what` finds no memory on `device`, with what is free there and the `cure`."""
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        full = device_out_of_memory(error)
+        if full is None and not isinstance(error, MemoryError) and "can't allocate memory" not in str(error):
+            raise
+        # The allocations that failed live on in the traceback, which the new error does not keep.
+        raise UserError(f"no memory for {what}: {full or error or 'MemoryError'}{_free_on(device)}; {cure}") from None
+
+
+def _free_on(device: torch.device) -> str:
+    """What is free on a GPU, for a message; empty where that cannot be told."""
+    if device.type != "cuda":
+        return ""
+    try:
+        free, total = torch.cuda.mem_get_info(device)
+    except RuntimeError:  # not even a context fits
+        return ""
+    return f" ({free / GIB:.2f} of {total / GIB:.2f} GiB of {device} are free)"
 
 
 def token_budget(options: SchedulerOptions, device: torch.device) -> int:

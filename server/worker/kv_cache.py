@@ -11,8 +11,7 @@ from server.attention.base import AttentionBackend, AttentionSpec
 from server.config import CacheOptions
 from server.errors import UserError
 from server.layers.attention import Attention
-
-GIB = 1024**3
+from server.worker.device import GIB
 
 
 def bytes_per_block(backend: AttentionBackend, num_layers: int) -> int:
@@ -29,10 +28,19 @@ def num_blocks_for(options: CacheOptions, block_bytes: int, available_bytes: int
     blocks = available_bytes // block_bytes
     if blocks < 1:
         raise UserError(
-            f"no memory is left for the KV cache: {available_bytes / GIB:.2f} GiB available, one block takes "
+            f"no memory is left for the KV cache: {max(0, available_bytes) / GIB:.2f} GiB available, one block takes "
             f"{block_bytes / GIB:.4f} GiB; raise --gpu-memory-utilization or lower --max-num-batched-tokens"
         )
     return blocks
+
+
+def size_option(options: CacheOptions, device: torch.device) -> str:
+    """The option that has determined the size of the cache, as the user would spell it."""
+    if options.num_gpu_blocks_override is not None:
+        return f"--num-gpu-blocks-override {options.num_gpu_blocks_override}"
+    if device.type == "cuda":
+        return f"--gpu-memory-utilization {options.gpu_memory_utilization:g}"
+    return f"--cpu-kv-cache-gib {options.cpu_kv_cache_gib:g}"
 
 
 def cuda_available_bytes(device: torch.device, utilization: float, activation_peak: int, extra: int = 0) -> int:

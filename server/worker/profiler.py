@@ -15,14 +15,13 @@ from server.profiling import write_part
 
 
 class StepProfiler:
-    """Call `before_step` with every step's id, and `close` at the end."""
+    """Call `before_step` with every step's id."""
 
     def __init__(self, process: str, options: ProfileOptions, device: torch.device) -> None:
         self._process = process
         self._options = options
         self._device = device
         self._profile: profile | None = None
-        self._writing: threading.Thread | None = None
 
     def before_step(self, step_id: int) -> None:
         """Start and stop around the profiled steps; the trace is written by a thread."""
@@ -35,21 +34,13 @@ class StepProfiler:
         elif self._profile is not None and step_id > self._options.skip + self._options.steps:
             self._stop()
 
-    def close(self) -> None:
-        """Write what there is, if the profiled steps have begun."""
-        if self._profile is not None:
-            self._stop()
-        if self._writing is not None:
-            self._writing.join()
-
     def _stop(self) -> None:
         running, self._profile = self._profile, None
         assert running is not None
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         running.stop()
-        self._writing = threading.Thread(target=self._write, args=(running,), name="profile-writer")
-        self._writing.start()
+        threading.Thread(target=self._write, args=(running,), name="profile-writer").start()
 
     def _write(self, done: profile) -> None:
         with tempfile.TemporaryDirectory() as folder:

@@ -99,7 +99,7 @@ class ResultSender:
         self._counters = counters
         self._on_error = on_error
         self._stream: torch.cuda.Stream | None = None
-        self._queue: queue.SimpleQueue[HostOutput | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[HostOutput] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         if device.type == "cuda":
             self._stream = torch.cuda.Stream(device)
@@ -114,15 +114,9 @@ class ResultSender:
         else:
             self._queue.put(host)
 
-    def close(self) -> None:
-        """Send what was submitted, then stop."""
-        if self._thread is not None:
-            self._queue.put(None)
-            self._thread.join()
-
     def _run(self) -> None:
         try:
-            while (item := self._queue.get()) is not None:
-                self._sender.send(step_result(item, self._counters))
+            while True:
+                self._sender.send(step_result(self._queue.get(), self._counters))
         except BaseException as error:
             self._on_error(error)

@@ -8,8 +8,9 @@ import os
 import tempfile
 import traceback
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 import torch
 import zmq
@@ -18,16 +19,15 @@ from server.attention import select_backend
 from server.attention.base import AttentionBackend, AttentionSpec
 from server.child import Child, FailedMessage
 from server.compilation.counters import CompileCounters
-from server.errors import UserError
+from server.errors import UserError, exhausted
 from server.ipc import engine_to_worker, worker_to_engine
-from server.ipc.engine_to_worker import ScheduleStep, Shutdown
 from server.ipc.worker_to_engine import WorkerReady
 from server.models.decoder import CausalLM, build_model
 from server.models.loading import fill_dummy_weights, load_weights
 from server.models.registry import ResolvedModel, resolve_model
 from server.paths import cache_root
 from server.worker import kv_cache
-from server.worker.device import init_device, resolve_device, resolve_dtype, token_budget
+from server.worker.device import GIB, init_device, memory_for, resolve_device, resolve_dtype, token_budget
 from server.worker.kernel_cache import use_kernel_cache
 from server.worker.model_runner import ModelRunner
 from server.worker.results import ResultSender
@@ -58,7 +58,8 @@ class Worker:
             resolved = resolve_model(config.model)
         with self.timeline.span("device"):
             self.device = resolve_device(config.device)
-            init_device(self.device)
+            with memory_for("a CUDA context", "free memory that other processes hold on the GPU", self.device):
+                init_device(self.device)
             if self.device.type == "cuda":
                 use_kernel_cache(
                     cache_root(config.compilation.cache_dir) / "kernels",
@@ -78,7 +79,8 @@ class Worker:
         settled = compiler is None or compiler.compiled.cache_hit
         num_blocks = self._make_cache(resolved, backend, graphs, settled)
         if graphs is not None:
-            graphs.capture()
+            with self._memory_for_graphs():
+                graphs.capture()
         with self.timeline.span("warm-up"):
             self._warm_up()
         if compiler is not None:
@@ -118,9 +120,10 @@ class Worker:
         loads the graph."""
         options = self.config.compilation
         with self.timeline.span("model"):
-            model = build_model(
-                resolved.config, device=self.device, dtype=self.dtype, max_positions=resolved.max_model_len
-            )
+            with self._memory_for_weights():
+                model = build_model(
+                    resolved.config, device=self.device, dtype=self.dtype, max_positions=resolved.max_model_len
+                )
             if self.device.type == "cuda":
                 self._install_kernels(model)
             elif options.custom_ops == "on":
@@ -163,12 +166,21 @@ class Worker:
 
     def _load_weights(self, model: CausalLM, resolved: ResolvedModel) -> None:
         with self.timeline.span("weights", format=resolved.load_format, thread="weights") as attributes:
-            if resolved.path is not None and resolved.load_format == "safetensors":
-                attributes["bytes"] = load_weights(model, resolved.path, self._weights_progress)
-            else:
-                attributes["bytes"] = fill_dummy_weights(model, self.config.model.seed)
-            if self.device.type == "cuda":
-                torch.cuda.synchronize(self.device)
+            with self._memory_for_weights():
+                if resolved.path is not None and resolved.load_format == "safetensors":
+                    attributes["bytes"] = load_weights(model, resolved.path, self._weights_progress)
+                else:
+                    attributes["bytes"] = fill_dummy_weights(model, self.config.model.seed)
+                if self.device.type == "cuda":
+                    torch.cuda.synchronize(self.device)
+
+    def _memory_for_weights(self) -> AbstractContextManager[None]:
+        cure = "serve a smaller model, or free memory that other processes hold"
+        return memory_for(f"the weights of {self.config.model.model}", cure, self.device)
+
+    def _memory_for_graphs(self) -> AbstractContextManager[None]:
+        cure = "lower --gpu-memory-utilization or give fewer --cudagraph-capture-sizes"
+        return memory_for("CUDA Graphs", cure, self.device)
 
     def _warm_up_kernels(self, model: CausalLM, backend: AttentionBackend) -> None:
         """Compile or load our own kernels in all forms that steps can ask for."""
@@ -200,24 +212,32 @@ class Worker:
         block_bytes = kv_cache.bytes_per_block(backend, resolved.config.num_layers)
         if self.device.type == "cuda":
             with self.timeline.span("profile") as attributes:
-                if not settled:
-                    with self.timeline.span("profile/first-run"):
-                        self.runner.profile_run()
-                with self.timeline.span("profile/activations"):
-                    peak = self._activation_peak()
+                cure = "lower --max-num-batched-tokens or --max-num-seqs"
+                with memory_for("the activations of the largest step", cure, self.device):
+                    if not settled:
+                        with self.timeline.span("profile/first-run"):
+                            self.runner.profile_run()
+                    with self.timeline.span("profile/activations"):
+                        peak = self._activation_peak()
                 attributes["activation_bytes"] = peak
-                with self.timeline.span("profile/cuda-graphs"):
+                with self.timeline.span("profile/cuda-graphs"), self._memory_for_graphs():
                     graph_bytes = graphs.estimate_bytes(resolved.max_model_len) if graphs is not None else 0
                 attributes["cuda_graph_bytes"] = graph_bytes
             available = kv_cache.cuda_available_bytes(self.device, options.gpu_memory_utilization, peak, graph_bytes)
         else:
-            available = int(options.cpu_kv_cache_gib * kv_cache.GIB)
+            available = int(options.cpu_kv_cache_gib * GIB)
         num_blocks = kv_cache.num_blocks_for(options, block_bytes, available)
         explicit = self.config.model.max_model_len is not None
         max_model_len = kv_cache.fit_context(resolved.max_model_len, explicit, num_blocks, backend.spec.block_size)
         if max_model_len < resolved.max_model_len:
             logger.warning("the KV cache holds %d tokens: the context is cut to that", max_model_len)
-        with self.timeline.span("kv-cache", blocks=num_blocks, bytes=num_blocks * block_bytes):
+        cache_bytes = num_blocks * block_bytes
+        what = f"the KV cache of {cache_bytes / GIB:.2f} GiB"
+        cure = f"lower {kv_cache.size_option(options, self.device)}"
+        with (
+            self.timeline.span("kv-cache", blocks=num_blocks, bytes=cache_bytes),
+            memory_for(what, cure, self.device),
+        ):
             kv_cache.allocate(self.runner.attention_layers, backend, num_blocks)
             self.runner.bind_cache(backend, max_model_len)
         self.child.flush_spans()
@@ -243,8 +263,8 @@ class Worker:
         gc.collect()
         gc.freeze()
 
-    def serve(self) -> int:
-        """Connect to the engine, say ready, run steps until told to stop; returns the exit code."""
+    def serve(self) -> NoReturn:
+        """Connect to the engine, say ready, run steps until the supervisor ends this process."""
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         receiver = engine_to_worker.receiver(context, self.config.runtime_dir)
         sender = worker_to_engine.sender(context, self.config.runtime_dir)
@@ -258,19 +278,15 @@ class Worker:
 
             profiler = StepProfiler(self.child.process, self.config.profile, self.device)
         while True:
-            message = receiver.receive()
-            if isinstance(message, ScheduleStep):
-                if profiler is not None:
-                    profiler.before_step(message.step_id)
-                results.submit(self.runner.execute(message))
-            elif isinstance(message, Shutdown):
-                results.close()
-                if profiler is not None:
-                    profiler.close()
-                return 0
+            step = receiver.receive()
+            if profiler is not None:
+                profiler.before_step(step.step_id)
+            results.submit(self.runner.execute(step))
 
     def _die(self, error: BaseException) -> None:
         """The results thread failed: without it no request could ever finish."""
-        traceback.print_exception(error)
-        self.child.send(FailedMessage(f"{type(error).__name__}: {error}"))
+        lacking = exhausted(error)
+        if lacking is None:
+            traceback.print_exception(error)
+        self.child.send(FailedMessage(str(lacking or f"{type(error).__name__}: {error}")))
         os._exit(1)

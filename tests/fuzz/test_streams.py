@@ -79,7 +79,7 @@ def test_sse_without_an_end_takes_bounded_memory(endless: bytes) -> None:
 DIRECTIONS: dict[str, Any] = {
     "to engine": api_to_engine.ToEngine,
     "from engine": engine_to_api.FromEngine,
-    "to worker": engine_to_worker.ToWorker,
+    "to worker": engine_to_worker.ScheduleStep,
     "from worker": worker_to_engine.FromWorker,
 }
 VALUES = st.recursive(

@@ -59,9 +59,10 @@ class FakeEngine:
     def _run(self) -> None:
         while not self._stop.is_set():
             busy = self._running and not self.paused.is_set()
-            first = self._receiver.receive(timeout_ms=0 if busy else 20)
-            for message in [*([first] if first is not None else []), *self._receiver.drain()]:
+            timeout_ms = 0 if busy else 20
+            while (message := self._receiver.receive(timeout_ms=timeout_ms)) is not None:
                 self._take(message)
+                timeout_ms = 0
             if self._running and not self.paused.is_set():
                 self._step()
                 time.sleep(self.step_s)
