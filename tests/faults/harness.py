@@ -6,10 +6,8 @@ import asyncio
 import contextlib
 import os
 import shutil
-import signal
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass, field
@@ -18,7 +16,7 @@ from pathlib import Path
 import aiohttp
 import pytest
 
-from tests.integration.serving import Server
+from tests.integration.serving import Server, start_server
 
 TINY = ("tiny", "--enforce-eager", "--device", "cpu", "--max-num-seqs", "64", "--cpu-kv-cache-gib", "0.3")
 MODULES = ("server.worker", "server.engine", "server.api")
@@ -38,30 +36,14 @@ def serve(
     env: dict[str, str] | None = None,
     prefix: tuple[str, ...] = (),
 ) -> Iterator[Server]:
-    """`benchctl serve <arguments>`, not yet ready, with its runtime directory below `tmp_path`; stopped at the end.
-
-    `prefix`: a command that starts it, for instance one that lowers a limit.
-    """
-    number = len(list(tmp_path.glob("serve-*.log")))
-    log, ready_file = tmp_path / f"serve-{number}.log", tmp_path / f"ready-{number}.json"
-    command = [*prefix, sys.executable, "-m", "benchctl", "serve", *arguments]
-    command += ["--port", str(port), "--ready-file", str(ready_file)]
-    environment = {**os.environ, "XDG_RUNTIME_DIR": str(runtime_base(tmp_path)), **(env or {})}
-    with log.open("wb") as output:
-        process = subprocess.Popen(
-            command, stdout=output, stderr=subprocess.STDOUT, start_new_session=True, env=environment
-        )
+    """As `start_server`, with the server's runtime directory below a base of the test's own."""
+    base = runtime_base(tmp_path)
+    environment = {"XDG_RUNTIME_DIR": str(base), **(env or {})}
     try:
-        yield Server(process, log, ready_file)
+        with start_server(tmp_path, *arguments, port=port, env=environment, prefix=prefix) as server:
+            yield server
     finally:
-        if process.poll() is None:
-            process.send_signal(signal.SIGTERM)
-            try:
-                process.wait(20)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
-        shutil.rmtree(runtime_base(tmp_path))
+        shutil.rmtree(base)
 
 
 def runtime_base(tmp_path: Path) -> Path:

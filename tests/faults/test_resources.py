@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import shutil
 import signal
 import socket
@@ -14,7 +15,7 @@ import httpx
 import pytest
 
 from server.errors import exhausted
-from tests.faults.harness import TINY, can_bind, free_port, in_namespace, namespaces, serve
+from tests.faults.harness import TINY, can_bind, free_port, in_namespace, namespaces, serve, wait_until
 from tests.integration.serving import Server
 
 SERVE = (sys.executable, "-m", "benchctl", "serve", *TINY, "--port", "0")
@@ -238,6 +239,25 @@ def test_no_memory_for_the_cache() -> None:
     line = refusal(run((*SERVE, "--cpu-kv-cache-gib", "4000000")))
     assert "memory" in line
     assert "--cpu-kv-cache-gib" in line
+
+
+def test_memory_that_goes_while_it_serves(tmp_path: Path) -> None:
+    """The worker can get no more from the kernel: the request hears why, and the server comes back."""
+    # A first step of so many tokens takes more memory at once than the worker can have left over from its start.
+    body = {"prompt": [[start] * 2000 for start in range(20)], "max_tokens": 4}
+    with serve(tmp_path, *TINY, "--max-num-batched-tokens", "32768", "--restart", "on-failure") as server:
+        server.wait_ready()
+        complete(server)
+        worker = server.child("server.worker")
+        _, hard = resource.prlimit(worker, resource.RLIMIT_AS)
+        resource.prlimit(worker, resource.RLIMIT_AS, (1 << 20, hard))
+        answer = httpx.post(f"{server.url}/v1/completions", json=body, timeout=30)
+        assert answer.status_code == 500
+        assert "out of memory" in answer.json()["error"]["message"]
+        wait_until(lambda: "Restarting in 1 s" in server.log_text(), message="it is a failure like any other")
+        assert "Traceback" not in server.log_text()
+        wait_until(lambda: server.log_text().count("Ready after") == 2)
+        complete(server)
 
 
 def test_a_port_that_is_taken(tmp_path: Path) -> None:

@@ -50,12 +50,22 @@ class Server:
 
 
 @contextlib.contextmanager
-def start_server(tmp_path: Path, *arguments: str, env: dict[str, str] | None = None) -> Iterator[Server]:
-    """`benchctl serve <arguments> --port 0`, not yet ready; killed with all its children at the end."""
+def start_server(
+    tmp_path: Path,
+    *arguments: str,
+    port: int = 0,
+    env: dict[str, str] | None = None,
+    prefix: tuple[str, ...] = (),
+) -> Iterator[Server]:
+    """`benchctl serve <arguments> --port <port>`, not yet ready; stopped with all its children at the end.
+
+    `prefix`: a command that starts it, for instance one that lowers a limit.
+    """
     number = len(list(tmp_path.glob("serve-*.log")))
     log = tmp_path / f"serve-{number}.log"
     ready_file = tmp_path / f"ready-{number}.json"
-    command = [sys.executable, "-m", "benchctl", "serve", *arguments, "--port", "0", "--ready-file", str(ready_file)]
+    command = [*prefix, sys.executable, "-m", "benchctl", "serve", *arguments]
+    command += ["--port", str(port), "--ready-file", str(ready_file)]
     with log.open("wb") as output:
         process = subprocess.Popen(
             command, stdout=output, stderr=subprocess.STDOUT, start_new_session=True, env={**os.environ, **(env or {})}
