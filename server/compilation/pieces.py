@@ -79,6 +79,9 @@ def _settings(**settings: Any) -> Iterator[None]:
         "autotune_remote_cache": False,
         **settings,
     }
+    if hasattr(torch._inductor.config.triton, "enable_pdl"):
+        # Unsafe between our own kernels, whatever TORCHINDUCTOR_ENABLE_PDL says: see `server.kernels.launch`, rule 5.
+        inductor["triton.enable_pdl"] = False
     with torch._inductor.config.patch(inductor), torch._functorch.config.patch({"enable_autograd_cache": True}):
         yield
 

@@ -6,13 +6,15 @@ import torch
 import triton
 import triton.language as tl
 
-from server.kernels.launch import Prebound, cached
+from server.kernels.launch import Prebound, cached, start_dependents, wait_for_earlier
 
 _BLOCK = 1024
 
 
 @triton.jit
-def _silu_and_mul_kernel(x_ptr, out_ptr, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+def _silu_and_mul_kernel(x_ptr, out_ptr, SIZE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    start_dependents(PDL)
+    wait_for_earlier(PDL)
     row = tl.program_id(0).to(tl.int64)
     offs = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = offs < SIZE
@@ -25,7 +27,7 @@ def _silu_and_mul_kernel(x_ptr, out_ptr, SIZE: tl.constexpr, BLOCK: tl.constexpr
 
 @cached
 def _bound(dtype: torch.dtype, size: int) -> Prebound:
-    return Prebound(_silu_and_mul_kernel, (size, _BLOCK), num_warps=4)
+    return Prebound(_silu_and_mul_kernel, (size, _BLOCK), num_warps=4, pdl=True)
 
 
 def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:

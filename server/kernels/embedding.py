@@ -1,4 +1,4 @@
-"""Gather embedding rows."""
+"""Gather embedding rows: the first kernel of a step, launched after everything before (`server.kernels.launch`)."""
 
 from __future__ import annotations
 

@@ -3,6 +3,9 @@
 One program per output row (or a few) reads the row once in large blocks and accumulates in fp32. On an H200 this reads
 3.6-4.6 TB/s, where cuBLAS's choice for one vector reads 3.3-4.0. Above `MAX_ROWS` the tensor cores are needed and
 cuBLAS is the better kernel.
+
+The weight does not depend on the kernel before, so its first blocks are read before the wait for that kernel (see
+`server.kernels.launch`): memory stays busy while one kernel ends and the next begins.
 """
 
 from __future__ import annotations
@@ -13,7 +16,7 @@ import torch
 import triton
 import triton.language as tl
 
-from server.kernels.launch import INTERPRETED, Prebound, cached
+from server.kernels.launch import INTERPRETED, Prebound, cached, next_power_of_2, start_dependents, wait_for_earlier
 from server.kernels.paged_tiles import multiply_add
 
 MAX_ROWS = 8
@@ -28,6 +31,8 @@ class GemvConfig:
     num_warps: int
     num_stages: int
     """Blocks of the weight that are on their way at a time; 0: leave it to the compiler."""
+    ahead: int = 4
+    """Most blocks of each row of the weight that a program reads, or fetches into L2, before it waits for x."""
 
 
 # Upper bound of the rows of x -> config, in order; the best of a sweep on one H200 over the 8B shape's projections.
@@ -35,6 +40,37 @@ GEMV_TABLE: dict[int, GemvConfig] = {
     1: GemvConfig(1, 1024, 4, 0),
     MAX_ROWS: GemvConfig(16, 256, 4, 4),
 }
+
+
+_UNROLL = 4
+"""Blocks per turn of the loop over a row."""
+
+_LINE = 64
+"""Elements of a cache line: 128 bytes of half precision."""
+
+
+@triton.jit
+def _load_rows(pointers, column_mask, MASKED: tl.constexpr):
+    """A block (BLOCK_N, BLOCK_K) of the weight."""
+    if MASKED:
+        return tl.load(pointers, mask=column_mask[:, None], other=0.0)
+    else:
+        return tl.load(pointers)
+
+
+@triton.jit
+def _fetch_rows(weight_ptr, columns, K: tl.constexpr, N: tl.constexpr, LINES: tl.constexpr, LINE: tl.constexpr):
+    """Have the first LINES cache lines, of LINE elements, of some rows of the weight brought into L2."""
+    offs = tl.minimum(tl.arange(0, LINES) * LINE, K - 1)
+    rows = weight_ptr + tl.minimum(columns, N - 1).to(tl.int64)[:, None] * K
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
+        "=r,l",
+        [(rows + offs[None, :]).to(tl.int64)],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
 
 
 @triton.jit
@@ -47,20 +83,30 @@ def _gemv_kernel(
     N: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    AHEAD: tl.constexpr,
+    UNROLL: tl.constexpr,
     HAS_BIAS: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """One row of x: BLOCK_N output columns per program, each lane keeping its own partial sums to the end."""
+    start_dependents(PDL)
+    MASKED: tl.constexpr = N % BLOCK_N != 0
     columns = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     column_mask = columns < N
     offs_k = tl.arange(0, BLOCK_K)
     rows = weight_ptr + columns.to(tl.int64)[:, None] * K
+    ahead = ()
+    for i in tl.static_range(AHEAD):
+        block = _load_rows(rows + (i * BLOCK_K + offs_k)[None, :], column_mask, MASKED)
+        ahead = ahead + (block,)  # type: ignore[assignment]  # noqa: RUF005 - Triton has no (*ahead, block)
+    wait_for_earlier(PDL)
     acc = tl.zeros((BLOCK_N, BLOCK_K), dtype=tl.float32)
-    for k in tl.range(0, K // BLOCK_K * BLOCK_K, BLOCK_K, loop_unroll_factor=4):
+    for i in tl.static_range(AHEAD):
+        x = tl.load(x_ptr + i * BLOCK_K + offs_k).to(tl.float32)
+        acc += ahead[i].to(tl.float32) * x[None, :]
+    for k in tl.range(AHEAD * BLOCK_K, K // BLOCK_K * BLOCK_K, BLOCK_K, loop_unroll_factor=UNROLL):
         x = tl.load(x_ptr + k + offs_k).to(tl.float32)
-        if N % BLOCK_N:
-            weight = tl.load(rows + (k + offs_k)[None, :], mask=column_mask[:, None], other=0.0)
-        else:
-            weight = tl.load(rows + (k + offs_k)[None, :])
+        weight = _load_rows(rows + (k + offs_k)[None, :], column_mask, MASKED)
         acc += weight.to(tl.float32) * x[None, :]
     if K % BLOCK_K:
         offs_tail = K // BLOCK_K * BLOCK_K + offs_k
@@ -83,17 +129,31 @@ def _gated_gemv_kernel(
     K: tl.constexpr,
     N: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    AHEAD: tl.constexpr,
+    UNROLL: tl.constexpr,
     HAS_BIAS: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """One row of x: a program makes one element of `silu(gate) * up` from rows n and n + N of the weight. Rounds where
     the projection and `server.layers.activation.SiluAndMul` round."""
+    start_dependents(PDL)
     column = tl.program_id(0)
     offs_k = tl.arange(0, BLOCK_K)
     gate_row = weight_ptr + column.to(tl.int64) * K
     up_row = gate_row + N * K
+    ahead = ()
+    for i in tl.static_range(AHEAD):
+        offs = i * BLOCK_K + offs_k
+        blocks = (tl.load(gate_row + offs), tl.load(up_row + offs))
+        ahead = ahead + (blocks,)  # type: ignore[assignment]  # noqa: RUF005
+    wait_for_earlier(PDL)
     gates = tl.zeros((BLOCK_K,), dtype=tl.float32)
     ups = tl.zeros((BLOCK_K,), dtype=tl.float32)
-    for k in tl.range(0, K // BLOCK_K * BLOCK_K, BLOCK_K, loop_unroll_factor=4):
+    for i in tl.static_range(AHEAD):
+        x = tl.load(x_ptr + i * BLOCK_K + offs_k).to(tl.float32)
+        gates += ahead[i][0].to(tl.float32) * x
+        ups += ahead[i][1].to(tl.float32) * x
+    for k in tl.range(AHEAD * BLOCK_K, K // BLOCK_K * BLOCK_K, BLOCK_K, loop_unroll_factor=UNROLL):
         x = tl.load(x_ptr + k + offs_k).to(tl.float32)
         gates += tl.load(gate_row + k + offs_k).to(tl.float32) * x
         ups += tl.load(up_row + k + offs_k).to(tl.float32) * x
@@ -126,11 +186,19 @@ def _skinny_kernel(
     N: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    LINES_AHEAD: tl.constexpr,
+    LINE: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     UPCAST: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Two to sixteen rows of x on the tensor cores: a (BLOCK_N, K) slice of the weight per program."""
+    start_dependents(PDL)
     columns = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    if PDL:
+        # Not into registers: the loop's reads, which the compiler runs ahead through shared memory, include x.
+        _fetch_rows(weight_ptr, columns, K, N, LINES_AHEAD, LINE)
+    wait_for_earlier(PDL)
     column_mask = columns < N
     offs_m = tl.arange(0, 16)
     row_mask = offs_m < num_rows
@@ -150,11 +218,22 @@ def _skinny_kernel(
     tl.store(out, acc.to(out_ptr.dtype.element_ty), mask=row_mask[:, None] & column_mask[None, :])
 
 
+def _blocks_ahead(k: int, config: GemvConfig) -> int:
+    """Blocks of a row of `k` elements to read before the wait: all, or so many that whole turns of the loop are left. A
+    remainder would let the compiler unroll the loop of a long row altogether, into three times the registers."""
+    blocks = k // config.block_k
+    return blocks if blocks <= config.ahead else config.ahead - (config.ahead - blocks) % _UNROLL
+
+
 @cached
 def _bound(dtype: torch.dtype, k: int, n: int, skinny: bool, has_bias: bool, config: GemvConfig) -> Prebound:
-    kernel = _skinny_kernel if skinny else _gemv_kernel
-    constants = (k, n, config.block_n, config.block_k, has_bias, *((INTERPRETED,) if skinny else ()))
-    return Prebound(kernel, constants, num_warps=config.num_warps, num_stages=max(config.num_stages, 1))
+    constants: tuple[int, ...] = (k, n, config.block_n, config.block_k)
+    if skinny:
+        lines = next_power_of_2(config.ahead * config.block_k // _LINE)
+        kernel, constants = _skinny_kernel, (*constants, lines, _LINE, has_bias, INTERPRETED)
+    else:
+        kernel, constants = _gemv_kernel, (*constants, _blocks_ahead(k, config), _UNROLL, has_bias)
+    return Prebound(kernel, constants, num_warps=config.num_warps, num_stages=max(config.num_stages, 1), pdl=True)
 
 
 def supports(weight: torch.Tensor) -> bool:
@@ -182,7 +261,8 @@ def gemv(
 @cached
 def _bound_gated(dtype: torch.dtype, k: int, n: int, has_bias: bool) -> Prebound:
     config = GEMV_TABLE[1]
-    return Prebound(_gated_gemv_kernel, (k, n, config.block_k, has_bias), num_warps=config.num_warps, num_stages=1)
+    constants = (k, n, config.block_k, _blocks_ahead(k, config), _UNROLL, has_bias)
+    return Prebound(_gated_gemv_kernel, constants, num_warps=config.num_warps, num_stages=1, pdl=True)
 
 
 def gated_gemv(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:

@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from server.kernels.launch import Prebound, cached, next_power_of_2
+from server.kernels.launch import Prebound, cached, next_power_of_2, start_dependents, wait_for_earlier
 
 
 @triton.jit(do_not_specialize=["v_offset16", "key_stride8", "value_stride8"])
@@ -25,9 +25,12 @@ def _write_kv_kernel(
     ROW: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    start_dependents(PDL)
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slot_mapping_ptr + token).to(tl.int64)
+    wait_for_earlier(PDL)
     if slot < 0:
         return
     offs = tl.arange(0, BLOCK)
@@ -43,7 +46,8 @@ def _write_kv_kernel(
 @cached
 def _bound(dtype: torch.dtype, page: int, cache_strides: tuple[int, ...], row: int, head_dim: int) -> Prebound:
     block = next_power_of_2(row)
-    return Prebound(_write_kv_kernel, (page, *cache_strides, row, head_dim, block), num_warps=4 if block >= 1024 else 2)
+    constants = (page, *cache_strides, row, head_dim, block)
+    return Prebound(_write_kv_kernel, constants, num_warps=4 if block >= 1024 else 2, pdl=True)
 
 
 def write_kv(key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor) -> None:

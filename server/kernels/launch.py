@@ -7,15 +7,39 @@ compiled binary of one specialisation and hands raw pointers straight to the lau
 What makes that sound: integer arguments must be declared `do_not_specialize` (their values never select a binary),
 everything else that a binary depends on is a constant of the `Prebound`, and pointers are checked for the 16-byte
 alignment that the binary assumes. Arguments that are not aligned go the ordinary way, which compiles for them.
+
+Programmatic dependent launch
+-----------------------------
+From compute capability 9.0 on, a kernel of a `Prebound(pdl=True)` may start while the kernel before it, in the stream
+or in the CUDA Graph, still runs: its programs take the room that ended ones leave, and read ahead what does not depend
+on their predecessors. (CUDA C++ Programming Guide, "Programmatic Dependent Launch and Synchronization"; PTX ISA,
+`griddepcontrol`.) The rules for such a kernel:
+
+1. Every program, on every path to its end, calls `wait_for_earlier` before it first writes memory, and before it reads
+   what an earlier kernel of the same step writes. The wait lasts until the whole grid before has ended and its writes
+   can be seen. As every program of that grid has waited likewise, all grids before it have ended too: order is
+   transitive, and an output may lie where an earlier kernel's input lay, as the allocator arranges.
+2. Before the wait it may read what no kernel of the step writes: weights, the rotary table, and the step's inputs
+   (positions, lengths, block tables, slots). It may fetch anything into L2, which is where all writes become visible.
+3. The first kernel of a step is launched without PDL, hence after everything before the step, which makes the inputs
+   of rule 2 complete. It is the embedding, ours or Inductor's.
+4. `start_dependents` lets the next grid start and orders nothing, so it may come before the wait. The next grid starts
+   when all programs of this one have called it or ended, thus takes no room that one of this grid waits for: so it
+   comes first.
+5. After a kernel that starts dependents before it has waited, none may follow that counts on the opposite order.
+   Inductor's own PDL kernels do, and are switched off (`server.compilation.pieces`). What is launched without PDL
+   (torch, cuBLAS, flash-attn) waits for the end of the grid before it, as ever.
 """
 
 from __future__ import annotations
 
 import functools
+import os
 from typing import Any, TypeVar
 
 import torch
 import triton
+import triton.language as tl
 
 INTERPRETED: bool = bool(triton.knobs.runtime.interpret)
 """Kernels run in Triton's interpreter (TRITON_INTERPRET=1): for tests, on CPU tensors, thousands of times slower."""
@@ -25,23 +49,53 @@ WARM_UP_THREADS = 8
 
 _ALIGNMENT_MASK = 15
 
+_PDL_SWITCH = "BENCHCTL_PDL"
+_PDL_CAPABILITY = (9, 0)
+
 F = TypeVar("F", bound=Any)
+
+
+@triton.jit
+def start_dependents(PDL: tl.constexpr):
+    """Let the next kernel's programs start, once all programs of this one have come here or ended."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+
+
+@triton.jit
+def wait_for_earlier(PDL: tl.constexpr):
+    """Wait until all earlier kernels have ended and their writes can be seen."""
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+
+
+@functools.cache
+def uses_pdl(device: int) -> bool:
+    """Whether kernels that can are launched as programmatic dependents on a CUDA device: from compute capability 9.0
+    on, unless the environment variable BENCHCTL_PDL is 0. Fixed for the life of the process."""
+    if INTERPRETED or torch.version.cuda is None or os.environ.get(_PDL_SWITCH) == "0":
+        return False
+    return torch.cuda.get_device_capability(device) >= _PDL_CAPABILITY
 
 
 class Prebound:
     """One specialisation of a Triton kernel whose parameters are: pointers, then scalars, then constexprs.
 
-    `constants` are the values of the constexpr parameters in order. The element types of the tensors must be the same
-    at every call: make one `Prebound` per dtype. Instances are cheap; the kernel is compiled at the first call.
+    `constants` are the values of the constexpr parameters in order. A kernel with `pdl` keeps the rules above and has
+    one more parameter, PDL, at the end. The element types of the tensors must be the same at every call: make one
+    `Prebound` per dtype. Instances are cheap; the kernel is compiled at the first call.
     """
 
-    __slots__ = ("_bound", "_constants", "_kernel", "_options")
+    __slots__ = ("_bound", "_constants", "_kernel", "_options", "_pdl")
 
-    def __init__(self, kernel: Any, constants: tuple[Any, ...], *, num_warps: int = 4, num_stages: int = 2) -> None:
+    def __init__(
+        self, kernel: Any, constants: tuple[Any, ...], *, num_warps: int = 4, num_stages: int = 2, pdl: bool = False
+    ) -> None:
         self._kernel = kernel
         self._constants = constants
         self._options = {"num_warps": num_warps, "num_stages": num_stages}
-        self._bound: dict[int, tuple[Any, Any, Any]] = {}
+        self._pdl = pdl
+        self._bound: dict[int, tuple[Any, Any, Any, tuple[Any, ...]]] = {}
 
     def __call__(
         self, grid: tuple[int, int, int], tensors: tuple[torch.Tensor, ...], scalars: tuple[int | float, ...] = ()
@@ -59,7 +113,7 @@ class Prebound:
         if union & _ALIGNMENT_MASK:
             self._launch_by_triton(grid, tensors, scalars)
             return
-        run, function, metadata = bound
+        run, function, metadata, constants = bound
         run(
             *grid,
             torch._C._cuda_getCurrentRawStream(device),
@@ -70,16 +124,23 @@ class Prebound:
             None,
             *pointers,
             *scalars,
-            *self._constants,
+            *constants,
         )
 
     def _launch_by_triton(
         self, grid: tuple[int, int, int], tensors: tuple[torch.Tensor, ...], scalars: tuple[int | float, ...]
     ) -> None:
-        compiled = self._kernel[grid](*tensors, *scalars, *self._constants, **self._options)
+        device = tensors[0].get_device()
+        constants, options = self._constants, self._options
+        if self._pdl:
+            dependent = uses_pdl(device)
+            constants = (*constants, dependent)
+            if dependent:
+                options = {**options, "launch_pdl": True}
+        compiled = self._kernel[grid](*tensors, *scalars, *constants, **options)
         if INTERPRETED or any(tensor.data_ptr() & _ALIGNMENT_MASK for tensor in tensors):
             return
-        self._bound[tensors[0].get_device()] = (compiled.run, compiled.function, compiled.packed_metadata)
+        self._bound[device] = (compiled.run, compiled.function, compiled.packed_metadata, constants)
 
 
 def cached(function: F) -> F:

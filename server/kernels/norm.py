@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from server.kernels.launch import Prebound, cached, next_power_of_2
+from server.kernels.launch import Prebound, cached, next_power_of_2, start_dependents, wait_for_earlier
 
 
 @triton.jit
@@ -28,27 +28,42 @@ def _rms_norm_kernel(
     HEADS: tl.constexpr,
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    start_dependents(PDL)
     row = tl.program_id(0).to(tl.int64)
     offs = tl.arange(0, BLOCK)
     mask = offs < SIZE
     source = x_ptr + row // HEADS * X_STRIDE + row % HEADS * SIZE
-    x = tl.load(source + offs, mask=mask, other=0.0)
     weight = tl.load(weight_ptr + offs, mask=mask, other=0.0)
+    wait_for_earlier(PDL)
+    x = tl.load(source + offs, mask=mask, other=0.0)
     tl.store(out_ptr + row * SIZE + offs, normalise(x, weight, eps, SIZE), mask=mask)
 
 
 @triton.jit
-def _add_rms_norm_kernel(x_ptr, residual_ptr, weight_ptr, eps, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+def _add_rms_norm_kernel(
+    x_ptr,
+    residual_ptr,
+    weight_ptr,
+    out_ptr,
+    total_ptr,
+    eps,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    start_dependents(PDL)
     row = tl.program_id(0).to(tl.int64)
     offs = tl.arange(0, BLOCK)
     mask = offs < SIZE
+    weight = tl.load(weight_ptr + offs, mask=mask, other=0.0)
+    wait_for_earlier(PDL)
     x = tl.load(x_ptr + row * SIZE + offs, mask=mask, other=0.0)
     residual = tl.load(residual_ptr + row * SIZE + offs, mask=mask, other=0.0)
-    weight = tl.load(weight_ptr + offs, mask=mask, other=0.0)
     total = (x.to(tl.float32) + residual.to(tl.float32)).to(x.dtype)
-    tl.store(residual_ptr + row * SIZE + offs, total, mask=mask)
-    tl.store(x_ptr + row * SIZE + offs, normalise(total, weight, eps, SIZE), mask=mask)
+    tl.store(total_ptr + row * SIZE + offs, total, mask=mask)
+    tl.store(out_ptr + row * SIZE + offs, normalise(total, weight, eps, SIZE), mask=mask)
 
 
 def _warps(size: int) -> int:
@@ -57,12 +72,12 @@ def _warps(size: int) -> int:
 
 @cached
 def _bound_norm(dtype: torch.dtype, stride: int, heads: int, size: int) -> Prebound:
-    return Prebound(_rms_norm_kernel, (stride, heads, size, next_power_of_2(size)), num_warps=_warps(size))
+    return Prebound(_rms_norm_kernel, (stride, heads, size, next_power_of_2(size)), num_warps=_warps(size), pdl=True)
 
 
 @cached
 def _bound_add_norm(dtype: torch.dtype, size: int) -> Prebound:
-    return Prebound(_add_rms_norm_kernel, (size, next_power_of_2(size)), num_warps=_warps(size))
+    return Prebound(_add_rms_norm_kernel, (size, next_power_of_2(size)), num_warps=_warps(size), pdl=True)
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -76,10 +91,11 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 
 
 def add_rms_norm(
-    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, *, in_place: bool = True
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`residual += x; x = rms_norm(residual)`, in place; both (T, n) and contiguous. Returns (x, residual)."""
+    """`(rms_norm(x + residual), x + residual)`, with `in_place` where x and residual were; both (T, n), contiguous."""
     rows, size = x.shape
+    out, total = (x, residual) if in_place else (torch.empty_like(x), torch.empty_like(residual))
     if rows:
-        _bound_add_norm(x.dtype, size)((rows, 1, 1), (x, residual, weight), (eps,))
-    return x, residual
+        _bound_add_norm(x.dtype, size)((rows, 1, 1), (x, residual, weight, out, total), (eps,))
+    return out, total

@@ -1,7 +1,7 @@
 """`torch.ops.benchserve.rms_norm` and `add_rms_norm`: the norm kernels inside a compiled graph (`--custom-ops on`).
 
 Opaque to Inductor, which otherwise fuses the norm with its neighbours. They return new tensors: a graph's values must
-not change, so the pair that the kernel works on in place is copied first.
+not change.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from server.kernels.norm import add_rms_norm, rms_norm
 def _add_rms_norm(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    return add_rms_norm(x.clone(), residual.clone(), weight, eps)
+    return add_rms_norm(x, residual, weight, eps, in_place=False)
 
 
 def _rms_norm_fake(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:

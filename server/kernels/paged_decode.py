@@ -22,7 +22,14 @@ from server.kernels.attention_config import (
     decode_splits,
     padded_head_dim,
 )
-from server.kernels.launch import INTERPRETED, Prebound, cached, next_power_of_2
+from server.kernels.launch import (
+    INTERPRETED,
+    Prebound,
+    cached,
+    next_power_of_2,
+    start_dependents,
+    wait_for_earlier,
+)
 from server.kernels.paged_tiles import attend_tile
 
 _MERGE_ELEMENTS = 4096
@@ -62,18 +69,24 @@ def _decode_kernel(
     MERGE_SPLITS: tl.constexpr,
     MIXED: tl.constexpr,
     UPCAST: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    start_dependents(PDL)
     kv_head = tl.program_id(0)
     seq = tl.program_id(1)
     split = tl.program_id(2)
     max_splits = tl.num_programs(2)
+    # Lengths and offsets are inputs of the step. Every program waits, also one that has nothing to do.
     seq_len = tl.load(seq_lens_ptr + seq)
     if MIXED:
         row = tl.load(query_start_loc_ptr + seq)
-        if tl.load(query_start_loc_ptr + seq + 1) - row != 1:
+        query_len = tl.load(query_start_loc_ptr + seq + 1) - row
+        wait_for_earlier(PDL)
+        if query_len != 1:
             return
     else:
         row = seq
+        wait_for_earlier(PDL)
     chunk = tl.cdiv(tl.cdiv(seq_len, max_splits), BLOCK_N) * BLOCK_N
     chunk = tl.maximum(chunk, MIN_CHUNK)
     start = split * chunk
@@ -191,7 +204,7 @@ def _bound(
         num_kv_heads, group, head_dim, page, *cache_strides, max(16, block_q), block_d, config.block_n,
         config.min_chunk, block_q, MAX_SPLITS, merge_splits, mixed, INTERPRETED,
     )  # fmt: skip
-    return Prebound(_decode_kernel, constants, num_warps=config.num_warps, num_stages=config.num_stages)
+    return Prebound(_decode_kernel, constants, num_warps=config.num_warps, num_stages=config.num_stages, pdl=True)
 
 
 LOG2_E = 1.4426950408889634

@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from server.kernels.launch import Prebound, cached, next_power_of_2
+from server.kernels.launch import Prebound, cached, next_power_of_2, start_dependents, wait_for_earlier
 
 
 @triton.jit(do_not_specialize=["v_offset16"])
@@ -35,7 +35,9 @@ def _rotary_kernel(
     BLOCK_HALF: tl.constexpr,
     NORM: tl.constexpr,
     WRITE_KV: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    start_dependents(PDL)
     token = tl.program_id(0).to(tl.int64)
     kv_head = tl.program_id(1)
     GROUP: tl.constexpr = NUM_HEADS // NUM_KV_HEADS
@@ -49,6 +51,18 @@ def _rotary_kernel(
     heads = tl.where(is_key, NUM_HEADS + kv_head, kv_head * GROUP + offs_h)
     mask = (offs_h <= GROUP)[:, None] & half_mask[None, :]
     pointers = row + heads[:, None] * HEAD_DIM + offs[None, :]
+    # What weights and the step's inputs lead to comes before the wait.
+    angles = cos_sin_ptr + tl.load(positions_ptr + token).to(tl.int64) * HEAD_DIM + offs
+    cos = tl.load(angles, mask=half_mask, other=0.0)[None, :]
+    sin = tl.load(angles + HALF, mask=half_mask, other=0.0)[None, :]
+    if WRITE_KV:
+        slot = tl.load(slot_mapping_ptr + token).to(tl.int64)
+    if NORM:
+        q_first = tl.load(q_weight_ptr + offs, mask=half_mask, other=0.0)
+        q_second = tl.load(q_weight_ptr + HALF + offs, mask=half_mask, other=0.0)
+        k_first = tl.load(k_weight_ptr + offs, mask=half_mask, other=0.0)
+        k_second = tl.load(k_weight_ptr + HALF + offs, mask=half_mask, other=0.0)
+    wait_for_earlier(PDL)
     first = tl.load(pointers, mask=mask, other=0.0)
     second = tl.load(pointers + HALF, mask=mask, other=0.0)
     if NORM:
@@ -56,17 +70,10 @@ def _rotary_kernel(
         wide_second = second.to(tl.float32)
         squares = tl.sum(wide_first * wide_first, 1) + tl.sum(wide_second * wide_second, 1)
         factor = tl.rsqrt(squares / HEAD_DIM + eps)[:, None]
-        q_first = tl.load(q_weight_ptr + offs, mask=half_mask, other=0.0)
-        q_second = tl.load(q_weight_ptr + HALF + offs, mask=half_mask, other=0.0)
-        k_first = tl.load(k_weight_ptr + offs, mask=half_mask, other=0.0)
-        k_second = tl.load(k_weight_ptr + HALF + offs, mask=half_mask, other=0.0)
         weight_first = tl.where(is_key[:, None], k_first[None, :], q_first[None, :]).to(tl.float32)
         weight_second = tl.where(is_key[:, None], k_second[None, :], q_second[None, :]).to(tl.float32)
         first = ((wide_first * factor).to(first.dtype).to(tl.float32) * weight_first).to(first.dtype)
         second = ((wide_second * factor).to(second.dtype).to(tl.float32) * weight_second).to(second.dtype)
-    angles = cos_sin_ptr + tl.load(positions_ptr + token).to(tl.int64) * HEAD_DIM + offs
-    cos = tl.load(angles, mask=half_mask, other=0.0)[None, :]
-    sin = tl.load(angles + HALF, mask=half_mask, other=0.0)[None, :]
     wide_first = first.to(tl.float32)
     wide_second = second.to(tl.float32)
     new_first = (wide_first * cos - wide_second * sin).to(first.dtype)
@@ -75,7 +82,6 @@ def _rotary_kernel(
         query_mask = mask & (offs_h < GROUP)[:, None]
         tl.store(pointers, new_first, mask=query_mask)
         tl.store(pointers + HALF, new_second, mask=query_mask)
-        slot = tl.load(slot_mapping_ptr + token).to(tl.int64)
         if slot >= 0:
             key_mask = mask & is_key[:, None]
             cell = kv_ptr + slot // PAGE * PAGE_STRIDE + slot % PAGE * ROW_STRIDE + kv_head * HEAD_STRIDE
@@ -106,7 +112,7 @@ def _bound(
     block_h = next_power_of_2(num_heads // num_kv_heads + 1)
     block_half = next_power_of_2(head_dim // 2)
     constants = (num_heads, num_kv_heads, head_dim, page, *cache_strides, block_h, block_half, norm, write_kv)
-    return Prebound(_rotary_kernel, constants, num_warps=1 if block_h * block_half <= 256 else 4)
+    return Prebound(_rotary_kernel, constants, num_warps=1 if block_h * block_half <= 256 else 4, pdl=True)
 
 
 def rotary(

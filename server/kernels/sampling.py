@@ -14,7 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
-from server.kernels.launch import Prebound, cached
+from server.kernels.launch import Prebound, cached, start_dependents, wait_for_earlier
 
 _CHUNK = 8192
 _TILE = 4096
@@ -37,7 +37,10 @@ def _threshold_kernel(
     STRIDE: tl.constexpr,
     VOCAB: tl.constexpr,
     TILE: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    start_dependents(PDL)
+    wait_for_earlier(PDL)
     row = tl.program_id(0)
     top_k = tl.load(top_k_ptr + row)
     top_p = tl.load(top_p_ptr + row)
@@ -136,7 +139,10 @@ def _chunk_argmax_kernel(
     CHUNK: tl.constexpr,
     RANDOM: tl.constexpr,
     LIMITED: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    start_dependents(PDL)
+    wait_for_earlier(PDL)
     row = tl.program_id(0)
     chunk = tl.program_id(1)
     offs = chunk * CHUNK + tl.arange(0, CHUNK)
@@ -157,7 +163,9 @@ def _chunk_argmax_kernel(
 
 
 @triton.jit(do_not_specialize=["num_chunks"])
-def _merge_argmax_kernel(values_ptr, indices_ptr, out_ptr, num_chunks, BLOCK: tl.constexpr):
+def _merge_argmax_kernel(values_ptr, indices_ptr, out_ptr, num_chunks, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    start_dependents(PDL)
+    wait_for_earlier(PDL)
     row = tl.program_id(0)
     offs = tl.arange(0, BLOCK)
     mask = offs < num_chunks
@@ -169,19 +177,19 @@ def _merge_argmax_kernel(values_ptr, indices_ptr, out_ptr, num_chunks, BLOCK: tl
 
 @cached
 def _bound_threshold(dtype: torch.dtype, top_k_dtype: torch.dtype, stride: int, vocab: int) -> Prebound:
-    return Prebound(_threshold_kernel, (stride, vocab, _TILE), num_warps=16)
+    return Prebound(_threshold_kernel, (stride, vocab, _TILE), num_warps=16, pdl=True)
 
 
 @cached
 def _bound_chunk(
     dtype: torch.dtype, position_dtype: torch.dtype, stride: int, vocab: int, random: bool, limited: bool
 ) -> Prebound:
-    return Prebound(_chunk_argmax_kernel, (stride, vocab, _CHUNK, random, limited), num_warps=8)
+    return Prebound(_chunk_argmax_kernel, (stride, vocab, _CHUNK, random, limited), num_warps=8, pdl=True)
 
 
 @cached
 def _bound_merge(block: int) -> Prebound:
-    return Prebound(_merge_argmax_kernel, (block,), num_warps=1)
+    return Prebound(_merge_argmax_kernel, (block,), num_warps=1, pdl=True)
 
 
 def _reduce(
