@@ -38,7 +38,7 @@ def kernels(
         None, "--sweep", help="Time candidate launch parameters instead: decode, prefill or gemv."
     ),
     model: str | None = typer.Option(
-        None, "--model", help="Also time eager decode steps of this whole model, e.g. llama-3.1-8b, for each backend."
+        None, "--model", help="Also time decode steps of this whole model, e.g. llama-3.1-8b, for each backend."
     ),
     output: Path | None = typer.Option(None, "--output", help="Write kernels.json, and kernels.html if timed, here."),
 ) -> None:

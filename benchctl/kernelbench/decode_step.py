@@ -1,10 +1,10 @@
-"""A whole model's eager decode step: what the kernels and their launches add up to."""
+"""A whole model's decode step of our own kernels: what they and their launches add up to, eager and in a CUDA Graph."""
 
 from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -12,6 +12,7 @@ import torch
 from server.attention import BACKENDS, select_backend
 from server.attention.base import AttentionBackend, AttentionSpec
 from server.attention.warm_up import synthetic_batch
+from server.compilation.cudagraph import GraphRecorder
 from server.config import ModelOptions
 from server.errors import UserError
 from server.forward_context import ForwardContext, set_forward_context
@@ -20,6 +21,7 @@ from server.models.decoder import CausalLM, build_model
 from server.models.loading import fill_dummy_weights
 from server.models.registry import resolve_model
 from server.worker.kv_cache import allocate
+from server.worker.sampler import greedy
 
 _STEPS = 60
 
@@ -36,6 +38,8 @@ class StepTime:
     """Median from the first launch to the last result."""
     host_ms: float
     """Median until the last launch has returned."""
+    graph_ms: float | None
+    """Median of the same launches replayed as one CUDA Graph; None: the backend cannot be captured."""
 
 
 def eager_steps(model: str, device: torch.device, sequences: list[int], length: int) -> Iterator[StepTime]:
@@ -54,29 +58,51 @@ def eager_steps(model: str, device: torch.device, sequences: list[int], length: 
         except UserError:
             continue
         for count in sequences:
-            step, host = _time(network, backend, count, length, device)
-            yield StepTime(model, name, count, length, step * 1e3, host * 1e3)
+            yield StepTime(model, name, count, length, *_time(network, backend, count, length, device))
 
 
 def _time(
     network: CausalLM, backend: AttentionBackend, count: int, length: int, device: torch.device
-) -> tuple[float, float]:
-    """Median seconds of the step and of its launches."""
+) -> tuple[float, float, float | None]:
+    """Median milliseconds of the step, of its launches, and of its replay."""
     metadata = synthetic_batch(backend.spec, [1] * count, [length] * count).metadata
     layers = network.attention_layers()
     allocate(layers, backend, int(metadata.block_table.max()) + 1)
     ids = torch.zeros(count, dtype=torch.int64, device=device)
     positions = torch.full((count,), length - 1, dtype=torch.int64, device=device)
-    steps, hosts = [], []
+
+    def step() -> torch.Tensor:
+        return greedy(network.compute_logits(network.model(ids, positions)))
+
+    graph_ms = None
     with torch.inference_mode(), set_forward_context(ForwardContext(metadata, layers)):
-        for _ in range(_STEPS):
-            torch.cuda.synchronize(device)
-            start = time.perf_counter()
-            tokens = network.compute_logits(network.model(ids, positions)).argmax(dim=-1)
-            launched = time.perf_counter()
-            tokens.tolist()
-            steps.append(time.perf_counter() - start)
-            hosts.append(launched - start)
+        step_ms, host_ms = _medians(step, device)
+        if backend.supports_full_cudagraph:
+            recorder = GraphRecorder(device)
+            with recorder.session():
+                step()
+                with recorder.record() as graph:
+                    tokens = step()
+
+            def replay() -> torch.Tensor:
+                graph.replay()
+                return tokens
+
+            graph_ms, _ = _medians(replay, device)
     for layer in layers.values():
         layer.kv_cache = None
-    return statistics.median(steps[_STEPS // 3 :]), statistics.median(hosts[_STEPS // 3 :])
+    return step_ms, host_ms, graph_ms
+
+
+def _medians(run: Callable[[], torch.Tensor], device: torch.device) -> tuple[float, float]:
+    """Milliseconds until the result of `run` is on the host, and until `run` has returned."""
+    steps, hosts = [], []
+    for _ in range(_STEPS):
+        torch.cuda.synchronize(device)
+        start = time.perf_counter()
+        tokens = run()
+        launched = time.perf_counter()
+        tokens.tolist()
+        steps.append(time.perf_counter() - start)
+        hosts.append(launched - start)
+    return statistics.median(steps[_STEPS // 3 :]) * 1e3, statistics.median(hosts[_STEPS // 3 :]) * 1e3

@@ -92,11 +92,12 @@ def print_host_costs(console: Console, host: Sequence[HostCost]) -> None:
 
 def print_steps(console: Console, steps: Sequence[StepTime]) -> None:
     table = Table(
-        "eager decode step", "backend", "sequences x length", "step ms", "launches ms", box=None, pad_edge=False
+        "decode step", "backend", "sequences x length", "eager ms", "launches ms", "graph ms", box=None, pad_edge=False
     )
     for step in steps:
         shape = f"{step.sequences} x {step.length}"
-        table.add_row(step.model, step.backend, shape, f"{step.step_ms:.2f}", f"{step.host_ms:.2f}")
+        times = (_number(ms, ".2f") for ms in (step.step_ms, step.host_ms, step.graph_ms))
+        table.add_row(step.model, step.backend, shape, *times)
     console.print(table)
 
 
