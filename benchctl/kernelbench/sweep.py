@@ -25,7 +25,10 @@ class Trial:
     """Trials of the same binary differ in the grid only and are compiled once."""
 
 
-DECODE_SHAPES = [(1, 4096), (8, 1024), (64, 1024), (256, 512)]
+DECODE_SHAPES = [(1, 640), (1, 4096), (8, 1024), (64, 1024), (256, 257), (256, 512)]
+_DECODE_BOUND = 4096
+"""What a captured graph would state as the longest sequence."""
+
 PREFILL_SHAPES = [([2048] * 4, [2048] * 4), ([*([1] * 32), 512], [*([1024] * 32), 1024])]
 
 
@@ -65,30 +68,32 @@ def _error(case: Case) -> float:
 
 def _decode_trials(device: torch.device, dtype: torch.dtype, page: int, head_dim: int) -> list[Trial]:
     from server.kernels.attention_config import DecodeConfig
+    from server.kernels.decode_plan import plan_decode
     from server.kernels.paged_decode import DecodeScratch, paged_decode
 
     layout = Layout(*LLAMA_8B[:2], head_dim, page)
     spec = layout.spec(device, dtype, 256)
-    scratch = DecodeScratch(device, *LLAMA_8B[:2], head_dim, 256)
+    scratch = DecodeScratch(device, *LLAMA_8B[:2], head_dim, 256, 1056)
     tiles = [
-        (32, 2, 5), (32, 4, 5), (32, 4, 7), (64, 2, 3), (64, 2, 5), (64, 2, 7), (64, 4, 3), (64, 4, 5), (64, 4, 7),
-        (64, 8, 5), (128, 4, 2), (128, 4, 5), (128, 8, 2), (128, 8, 5),
+        (16, 1, 5), (32, 1, 4), (32, 1, 5), (32, 2, 4), (32, 2, 5), (32, 2, 7), (32, 4, 5), (64, 2, 3), (64, 2, 4),
+        (64, 2, 5), (64, 2, 7), (64, 4, 4), (64, 4, 5), (128, 2, 3), (128, 4, 3), (128, 4, 5),
     ]  # fmt: skip
     trials = []
     for seqs, length in DECODE_SHAPES:
-        for (block_n, warps, stages), target in itertools.product(tiles, (132, 264, 528, 1056, 2112)):
-            if (seqs * layout.num_kv_heads > target and target != 528) or (seqs == 1 and target > 528):
-                continue
-            config = DecodeConfig(block_n, warps, stages, target, max(block_n, 64))
+        cuts = [(132, False), (264, False)] if seqs <= 16 else [(264, True), (528, True), (1056, True), (1056, False)]
+        for (block_n, warps, stages), (target, planned) in itertools.product(tiles, cuts):
+            config = DecodeConfig(block_n, warps, stages, target, 256 if seqs > 4 else 64, planned)
 
             def build(seed: int, lens: tuple[int, int] = (seqs, length), config: DecodeConfig = config) -> Instance:
                 batch = synthetic_batch(spec, [1] * lens[0], [lens[1]] * lens[0], seed=seed)
                 meta = batch.metadata
+                plan = plan_decode(meta.seq_lens, meta.query_start_loc, LLAMA_8B[1], 256, config, mixed=False)
 
                 def run(config: DecodeConfig | None = config) -> tuple[torch.Tensor, ...]:
                     paged_decode(
                         batch.query, batch.kv_cache, meta.block_table, meta.query_start_loc, meta.seq_lens,
-                        meta.max_seq_len, head_dim**-0.5, batch.output, scratch, config=config,
+                        _DECODE_BOUND, head_dim**-0.5, batch.output, scratch, config=config,
+                        plan=plan if config and config.planned else None,
                     )  # fmt: skip
                     return (batch.output,)
 
@@ -96,7 +101,7 @@ def _decode_trials(device: torch.device, dtype: torch.dtype, page: int, head_dim
 
             moved = 2 * dtype.itemsize * layout.num_kv_heads * head_dim * seqs * length
             case = Case("decode", f"{seqs} x {length} ({layout})", dtype, moved, 0, build)
-            trials.append(Trial(case, _text(config), (block_n, warps, stages)))
+            trials.append(Trial(case, _text(config), (block_n, warps, stages, planned, config.min_chunk)))
     return trials
 
 

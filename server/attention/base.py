@@ -57,6 +57,8 @@ class AttentionMetadata:
     """Upper bound of `seq_lens`; for a captured graph the bound is the model length."""
     query_start_loc_cpu: torch.Tensor
     seq_lens_cpu: torch.Tensor
+    decode_plan: tuple[bool, torch.Tensor] | None = None
+    """What the first layer has worked out for all of them, and whether that was under capture: a backend's own."""
 
 
 class AttentionBackend(ABC):

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 
 from server.attention.base import AttentionBackend, AttentionMetadata, AttentionSpec
-from server.kernels.attention_config import DECODE_TABLE, padded_head_dim
+from server.kernels.attention_config import DECODE_TABLE, DecodeConfig, decode_config, padded_head_dim
 
 if TYPE_CHECKING:
     from server.kernels.paged_decode import DecodeScratch
@@ -37,11 +37,13 @@ class TritonAttentionBackend(AttentionBackend):
     def __init__(self, spec: AttentionSpec) -> None:
         super().__init__(spec)
         # Imported late: `server.attention` must be importable where triton is not installed.
-        from server.kernels import kv_write, paged_decode, paged_prefill
+        from server.kernels import decode_plan, kv_write, paged_decode, paged_prefill
 
         self._write_kv = kv_write.write_kv
         self._decode = paged_decode.paged_decode
+        self._make_plan = decode_plan.plan_decode
         self._prefill = paged_prefill.paged_prefill
+        self._padded_head_dim = padded_head_dim(spec.head_dim)
         self._scratch: DecodeScratch = paged_decode.DecodeScratch(
             spec.device, spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.max_num_seqs
         )
@@ -102,6 +104,8 @@ class TritonAttentionBackend(AttentionBackend):
         mixed: bool = False,
     ) -> None:
         """Attend the one-token queries of a batch by split-KV; a pure decode batch unless `mixed`."""
+        num_seqs = metadata.seq_lens.shape[0] if mixed else min(metadata.seq_lens.shape[0], query.shape[0])
+        config = decode_config(self._padded_head_dim, query.element_size(), num_seqs)
         self._decode(
             query,
             kv_cache,
@@ -113,9 +117,27 @@ class TritonAttentionBackend(AttentionBackend):
             output,
             self._scratch,
             mixed=mixed,
+            config=config,
+            plan=self._plan_of(metadata, num_seqs, config, mixed) if config.planned else None,
         )
         if not mixed:
             zero_padding(output, metadata.seq_lens.shape[0])
+
+    def _plan_of(self, metadata: AttentionMetadata, num_seqs: int, config: DecodeConfig, mixed: bool) -> torch.Tensor:
+        """The batch's plan, made by the first layer: a graph must make its own, so that it serves other lengths."""
+        capturing = self.spec.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+        made = metadata.decode_plan
+        if made is None or made[0] != capturing:
+            plan = self._make_plan(
+                metadata.seq_lens[:num_seqs],
+                metadata.query_start_loc,
+                self.spec.num_kv_heads,
+                self.spec.max_num_seqs,
+                config,
+                mixed=mixed,
+            )
+            made = metadata.decode_plan = (capturing, plan)
+        return made[1]
 
     def warm_up(self, metadata_sizes: list[int]) -> None:
         """Compile the kernels for every row of their tables that a batch can select."""
@@ -124,7 +146,7 @@ class TritonAttentionBackend(AttentionBackend):
 
         group = self.spec.num_heads // self.spec.num_kv_heads
         largest = max(metadata_sizes, default=1)
-        table = DECODE_TABLE[padded_head_dim(self.spec.head_dim), self.spec.dtype.itemsize]
+        table = DECODE_TABLE[self._padded_head_dim, self.spec.dtype.itemsize]
         sizes = sorted({min(bound, largest) for bound in table})
         query_lens = sorted({2, max(2, 64 // group), 128})
 

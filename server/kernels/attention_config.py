@@ -19,9 +19,12 @@ class DecodeConfig:
     num_warps: int
     num_stages: int
     target_programs: int
-    """Splits are added until about this many programs run: sequences x key/value heads x splits."""
+    """Splits are added until about this many programs run: sequences x key/value heads x splits. With a plan: so many
+    programs beyond one for each sequence and head share what is longer than the others."""
     min_chunk: int
     """Tokens below which a sequence is not split further; a multiple of `block_n`."""
+    planned: bool = False
+    """Cut the batch as a whole (`server.kernels.decode_plan`) instead of each sequence into as many splits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,9 +41,6 @@ class PrefillConfig:
 MAX_SPLITS = 64
 """More splits than this gain nothing: the merge grows while a chunk is already shorter than the latency of a read."""
 
-MIN_SPLITS = 4
-"""Splits allowed however large the batch is, so that one long sequence among many short ones does not run alone."""
-
 # (padded head size, bytes per element) -> {upper bound of the number of sequences: config}. Two warps and five stages
 # read fastest at every batch size: the look-up of a page takes two of the stages, so that two tiles are on their way
 # while one is computed with (three or four stages leave one).
@@ -48,17 +48,17 @@ DECODE_TABLE: dict[tuple[int, int], dict[int, DecodeConfig]] = {
     (64, 2): {
         4: DecodeConfig(64, 2, 5, 132, 64),
         16: DecodeConfig(64, 2, 5, 264, 256),
-        1 << 30: DecodeConfig(64, 2, 5, 528, 256),
+        1 << 30: DecodeConfig(64, 2, 5, 528, 256, planned=True),
     },
     (128, 2): {
         4: DecodeConfig(64, 2, 5, 132, 64),
         16: DecodeConfig(64, 2, 5, 264, 256),
-        1 << 30: DecodeConfig(64, 2, 5, 528, 256),
+        1 << 30: DecodeConfig(64, 2, 5, 528, 256, planned=True),
     },
-    (256, 2): {8: DecodeConfig(32, 4, 5, 264, 64), 1 << 30: DecodeConfig(32, 4, 5, 528, 256)},
-    (64, 4): {1 << 30: DecodeConfig(32, 4, 2, 528, 64)},
-    (128, 4): {1 << 30: DecodeConfig(32, 4, 2, 528, 64)},
-    (256, 4): {1 << 30: DecodeConfig(16, 4, 2, 528, 64)},
+    (256, 2): {8: DecodeConfig(32, 4, 5, 264, 64), 1 << 30: DecodeConfig(32, 4, 5, 528, 256, planned=True)},
+    (64, 4): {1 << 30: DecodeConfig(32, 4, 2, 528, 64, planned=True)},
+    (128, 4): {1 << 30: DecodeConfig(32, 4, 2, 528, 64, planned=True)},
+    (256, 4): {1 << 30: DecodeConfig(16, 4, 2, 528, 64, planned=True)},
 }
 
 # (padded head size, bytes per element) -> {upper bound of rows (longest query x group): config}
@@ -95,4 +95,4 @@ def decode_splits(config: DecodeConfig, num_seqs: int, num_kv_heads: int, max_se
     """Third dimension of the decode grid: the most chunks any sequence of the batch is cut into."""
     wanted = -(-config.target_programs // (num_seqs * num_kv_heads))
     useful = -(-max_seq_len // config.min_chunk)
-    return max(1, min(max(wanted, MIN_SPLITS), useful, MAX_SPLITS))
+    return max(1, min(wanted, useful, MAX_SPLITS))

@@ -11,7 +11,7 @@ import torch
 from server.attention.base import AttentionSpec
 from server.attention.triton_attn import LONG_DECODE, TritonAttentionBackend
 from server.attention.warm_up import synthetic_batch
-from server.kernels import launch, paged_decode, paged_prefill
+from server.kernels import decode_plan, launch, paged_decode, paged_prefill
 
 CPU = torch.device("cpu")
 
@@ -23,7 +23,7 @@ def test_no_batch_selects_a_kernel_that_warm_up_has_not(
     dtype: torch.dtype, heads: tuple[int, int], max_num_seqs: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(launch.Prebound, "__call__", lambda *arguments: None)
-    bound: Any = (paged_decode._bound, paged_prefill._bound)
+    bound: Any = (decode_plan._bound, paged_decode._bound, paged_prefill._bound)
     for function in bound:
         function.cache_clear()
     spec = AttentionSpec(CPU, dtype, *heads, 8, 16, max_num_seqs=max_num_seqs)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 
 import pytest
@@ -15,6 +16,7 @@ from benchctl.kernelbench.case import relative_error, tolerance
 from server.attention.triton_attn import LONG_DECODE, TritonAttentionBackend
 from server.attention.warm_up import SyntheticBatch, synthetic_batch
 from server.kernels.attention_config import DecodeConfig, decode_splits
+from server.kernels.decode_plan import num_items, plan_decode
 from server.kernels.paged_decode import DecodeScratch, paged_decode
 
 CPU = torch.device("cpu")
@@ -70,9 +72,10 @@ def test_any_batch(data: st.DataObject) -> None:
     assert error_of(batch, 0.1) < tolerance(torch.float32, interpreted=True)
 
 
-@pytest.mark.parametrize("target_programs", [1, 8, 4096])
+@pytest.mark.parametrize("planned", [False, True])
+@pytest.mark.parametrize("target_programs", [1, 8, 512])
 @pytest.mark.parametrize("stated_bound", [140, 100_000])
-def test_any_number_of_splits_gives_the_same(target_programs: int, stated_bound: int) -> None:
+def test_any_number_of_splits_gives_the_same(target_programs: int, stated_bound: int, planned: bool) -> None:
     layout = Layout(6, 2, 64, 16)
     lengths = [140, 1, 16, 0]
     batch = poisoned_batch(layout, [1, 1, 1, 0], lengths)
@@ -90,7 +93,7 @@ def test_any_number_of_splits_gives_the_same(target_programs: int, stated_bound:
             0.125,
             batch.output,
             scratch,
-            config=DecodeConfig(16, 4, 1, target_programs, 16),
+            config=DecodeConfig(16, 4, 1, target_programs, 16, planned),
         )
         assert error_of(batch, 0.125) < tolerance(torch.float32, interpreted=True)
         assert not scratch.counter.any()
@@ -133,7 +136,42 @@ def test_keys_and_values_are_written_where_attention_reads_them() -> None:
 def test_splits_stay_within_the_scratch() -> None:
     for num_seqs in (1, 2, 3, 7, 64, 512):
         for kv_heads in (1, 3, 8):
-            scratch = DecodeScratch(CPU, kv_heads, kv_heads, 8, 512)
+            scratch = DecodeScratch(CPU, kv_heads, kv_heads, 8, 512, 1056)
             config = DecodeConfig(64, 4, 3, 1056, 64)
             splits = decode_splits(config, num_seqs, kv_heads, 1 << 20)
             assert num_seqs * kv_heads * splits * 8 <= scratch.partial.numel()
+            assert num_items(config, num_seqs, kv_heads) * kv_heads * 8 <= scratch.partial.numel()
+
+
+@settings(max_examples=10, deadline=None)
+@given(
+    st.lists(st.integers(0, 300), min_size=1, max_size=6),
+    st.integers(1, 3),
+    st.integers(1, 40),
+    st.sampled_from([16, 48]),
+    st.booleans(),
+)
+def test_a_plan_covers_every_token_once(
+    lengths: list[int], kv_heads: int, target: int, min_chunk: int, mixed: bool
+) -> None:
+    config = DecodeConfig(16, 4, 1, target, min_chunk, planned=True)
+    query_lens = [1 + (mixed and i % 2) for i in range(len(lengths))]
+    starts = torch.tensor([0, *query_lens], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+    seq_lens = torch.tensor(lengths, dtype=torch.int32)
+    items = plan_decode(seq_lens, starts, kv_heads, 8, config, mixed=mixed)
+    assert len(items) == num_items(config, len(lengths), kv_heads)
+    used = [item for item in items.tolist() if item[0] >= 0]
+    assert all(item[0] == -1 for item in items.tolist()[len(used) :])
+    for seq, length in enumerate(lengths):
+        own = [item for item in used if item[0] == seq]
+        if query_lens[seq] != 1:
+            assert not own
+            continue
+        # In order and next to each other, so that a part's place tells where those of its sequence lie.
+        assert [item[4] for item in own] == list(range(len(own)))
+        assert [used.index(item) for item in own] == list(range(used.index(own[0]), used.index(own[0]) + len(own)))
+        assert own[0][2] == 0
+        assert own[-1][3] == length
+        assert all(before[3] == after[2] for before, after in itertools.pairwise(own))
+        assert all(item[1] == starts[seq] and item[5] == len(own) for item in own)
+        assert all(item[3] > item[2] or length == 0 for item in own)
