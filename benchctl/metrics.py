@@ -90,9 +90,10 @@ def compute_metrics(
     offered_rate: float | None = None,
     workers: int = 1,
 ) -> LoadMetrics:
-    """Everything that the records say. Requests that an interrupt ended count as sent, not as completed or failed."""
+    """Everything that the records say. Requests that an interrupt ended are counted apart from completed and failed."""
     sent_ns = records.rows["sent_ns"]
-    rows = records.rows[records.rows["cause"] != Cause.INTERRUPTED]
+    cut_off = records.rows["cause"] == Cause.INTERRUPTED
+    rows = records.rows[~cut_off]
     begin_ns = int(rows["scheduled_ns"].min()) if len(rows) else start_ns
     table = _Requests(rows, records, begin_ns)
     early, late = _excluded(table.scheduled, warmup, cooldown)
@@ -128,6 +129,8 @@ def compute_metrics(
         goodput=[_goodput(table, slo, ok, int(kept.sum()), throughput.window_s) for slo in slos],
         completed=int(ok.sum()),
         failed=len(failed),
+        interrupted=int((cut_off & (sent_ns > 0)).sum()),
+        unsent=int((cut_off & (sent_ns == 0)).sum()),
         errors=_errors(failed),
         retries=int(rows["retries"].sum()),
         excluded_warmup=int(early.sum()),

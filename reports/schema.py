@@ -79,6 +79,10 @@ class LoadMetrics(msgspec.Struct, kw_only=True):
     goodput: list[Goodput] = []
     completed: int
     failed: int
+    interrupted: int = 0
+    """Sent, but the load was ended before their answers; neither completed nor failed."""
+    unsent: int = 0
+    """Due when the load was ended, but not sent yet: they waited for the concurrency cap or a connection."""
     errors: dict[str, int] = {}
     """Failed requests by cause, e.g. {"timeout": 2, "http 503": 1}."""
     retries: int = 0

@@ -24,7 +24,8 @@ def mock(
         list[str] | None,
         typer.Option(
             metavar="KIND:EVERY[:AFTER]",
-            help="Fail every n-th request, after so many events: 503, reset, error (an error event) or truncate.",
+            help="Fail every n-th request, after so many events: 503, reset, error (an error event), truncate or "
+            "abort (finish_reason abort).",
         ),
     ] = None,
     log: Annotated[

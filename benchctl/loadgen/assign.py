@@ -34,6 +34,13 @@ class Share(msgspec.Struct, kw_only=True):
     """This worker's users (closed loop) or most requests in flight (open loop)."""
     duration_ns: int | None
 
+    def due(self, begin: int, until_ns: int) -> list[tuple[int, int]]:
+        """(position, due time) of those of `first` from number `begin` on that an open loop has due by `until_ns`."""
+        if self.times_ns is None:
+            return []
+        end = int(np.searchsorted(self.times_ns, until_ns, side="right"))
+        return [(int(self.first[number]), int(self.times_ns[number])) for number in range(begin, end)]
+
 
 def split(requests: Sequence[WorkloadRequest], schedule: Schedule, workers: int) -> list[Share]:
     """Shares of at most `workers` workers: units (a request, or a whole conversation) go round in schedule order.

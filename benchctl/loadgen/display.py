@@ -68,6 +68,9 @@ def _counts(metrics: LoadMetrics) -> RenderableType:
     excluded = metrics.excluded_warmup + metrics.excluded_cooldown
     table.add_row("completed", formatting.count(metrics.completed), "failed", formatting.count(metrics.failed))
     table.add_row("sent/s", rate, "retries", formatting.count(metrics.retries))
+    if metrics.interrupted or metrics.unsent:
+        cut_off, unsent = formatting.count(metrics.interrupted), formatting.count(metrics.unsent)
+        table.add_row("interrupted", f"{cut_off} in flight, {unsent} due but unsent", "", "")
     if excluded:
         table.add_row("excluded", f"{metrics.excluded_warmup} warm-up, {metrics.excluded_cooldown} cool-down", "", "")
     for goodput in metrics.goodput:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import socket
 import ssl
 from collections.abc import Callable, Sequence
@@ -125,6 +126,13 @@ def as_text(request: WorkloadRequest, history: Sequence[Message] = ()) -> str:
     if request.prompt is not None:
         return request.prompt
     return "\n\n".join(message.content for message in (*history, *as_messages(request)))
+
+
+def explain_refusal(error: OSError, timeout_s: float) -> str:
+    """Why no connection came about; `timeout_s` is the most that it was waited for."""
+    if isinstance(error, TimeoutError) and error.errno is None:
+        return f"no connection within {timeout_s:g} s"
+    return os.strerror(error.errno) if error.errno is not None and error.errno > 1 else str(error)
 
 
 class Connector:

@@ -76,6 +76,12 @@ class ConnectionPool:
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
 
+    def take_waiting(self) -> list[Flight]:
+        """Flights that no connection was there for; they do not wait any more."""
+        flights = list(self._waiting)
+        self._waiting.clear()
+        return flights
+
     def close(self) -> None:
         for task in list(self._tasks):
             task.cancel()

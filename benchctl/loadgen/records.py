@@ -77,6 +77,7 @@ class Cause(enum.IntEnum):
     BAD_HTTP = 8
     NO_PREVIOUS_TURN = 9
     INTERRUPTED = 10
+    ABORTED = 11
 
 
 CAUSE_LABELS = {
@@ -88,6 +89,7 @@ CAUSE_LABELS = {
     Cause.BAD_STREAM: "bad stream",
     Cause.BAD_HTTP: "bad http",
     Cause.NO_PREVIOUS_TURN: "turn before failed",
+    Cause.ABORTED: "aborted answer",
 }
 
 

@@ -16,6 +16,7 @@ import msgspec
 from benchctl import targets
 from benchctl.loadgen.options import LoadOptions, LoadOutcome
 from benchctl.loadgen.run import run_load
+from benchctl.loadgen.verdict import ran_out, verdict
 from benchctl.matrix.interrupts import Interrupts
 from benchctl.matrix.plan import arrival_label, traffic_seed
 from benchctl.matrix.progress import Progress
@@ -26,15 +27,13 @@ from benchctl.targets import RunningServer, TargetError
 from benchctl.telemetry import Telemetry
 from reports.directory import ResultSet
 from reports.results import explain_os_error, result_name, write_index, write_result
-from reports.schema import CellConfig, CellResult, LoadMetrics, MatrixIndex, Status, config_digest
+from reports.schema import CellConfig, CellResult, MatrixIndex, Status, config_digest
 from server.errors import UserError
 
 _GENERATED = frozenset({"synthetic", "sharegpt-like"})
 """Workloads that have as many requests as one asks for."""
 _REQUESTS_PER_USER_S = 20
 _MOST_FOR_USERS = 100_000
-_FULL_DURATION = 0.9
-"""Of its duration, what a load whose arrivals are random may end before without a word."""
 
 
 class LoadSession:
@@ -214,55 +213,3 @@ def sized_workload(workload: dict[str, Any], arrival: dict[str, Any]) -> dict[st
         wanted = math.ceil(users * (1 + _REQUESTS_PER_USER_S * duration_s))
         return {**workload, "num_requests": max(users, min(wanted, _MOST_FOR_USERS))}
     return workload
-
-
-def verdict(
-    outcome: LoadOutcome | None, failure: str | None, exit_code: int | None, *, interrupted: bool
-) -> tuple[Status, str | None]:
-    """Status and reason of a run: what ended it first, then whether its figures can be trusted."""
-    if interrupted:
-        return "interrupted", "interrupted; the figures cover what had run until then"
-    if exit_code is not None:
-        how = f"was killed by signal {-exit_code}" if exit_code < 0 else f"exited with status {exit_code}"
-        return "failed", f"the server {how} during the run"
-    if outcome is None:
-        return "failed", failure
-    if outcome.aborted is not None:
-        return "failed", outcome.aborted
-    metrics = outcome.metrics
-    if metrics.completed == 0:
-        return "failed", f"no request was completed: {explain_failures(metrics, outcome.error_details)}"
-    if metrics.client_saturated:
-        lag = metrics.client_lag_s.percentiles.get("p99") or 0.0
-        return "invalid", (
-            f"client saturated: client lag p99 {lag * 1e3:.1f} ms is above {metrics.client_lag_bound_s * 1e3:.1f} ms; "
-            "lower the rate, raise --workers or use a machine with more cores"
-        )
-    if metrics.failed:
-        return "ok", explain_failures(metrics, outcome.error_details)
-    return "ok", None
-
-
-def ran_out(arrival: dict[str, Any], requests: int, metrics: LoadMetrics) -> str | None:
-    """Says that a load ended well before its duration because it had no more requests; None when it did not."""
-    duration_s, window = arrival.get("duration_s"), metrics.throughput
-    used = metrics.completed + metrics.failed + metrics.excluded_warmup + metrics.excluded_cooldown
-    if not isinstance(duration_s, int | float) or window.window_s is None or used < requests:
-        return None
-    ended_s = (window.window_start_s or 0.0) + window.window_s
-    if ended_s >= _FULL_DURATION * duration_s:
-        return None
-    return (
-        f"all {requests} requests were answered after {ended_s:.3g} of {duration_s:g} s; give more (num_requests) to "
-        "load the server for as long as that"
-    )
-
-
-def explain_failures(metrics: LoadMetrics, details: dict[str, str]) -> str:
-    """`3 × http 503 (overloaded), 1 × timeout`; what was said comes from the server or the system."""
-    if not metrics.errors:
-        return "none was sent"
-    return ", ".join(
-        f"{number} × {cause}" + (f" ({details[cause]})" if details.get(cause) else "")
-        for cause, number in metrics.errors.items()
-    )

@@ -10,6 +10,8 @@ from benchctl.loadgen.sse import Event, SseError, SseParser
 
 MOST_TOKENS = 2**31 - 1
 """What a record can hold."""
+_GIVEN_UP = frozenset({"abort", "error"})
+"""Finish reasons with which vLLM and SGLang end, after a 200, an answer that the engine gave up."""
 
 
 class AnswerStream:
@@ -92,6 +94,9 @@ class AnswerStream:
                 for choice in chunk.choices:
                     if choice.finish_reason is not None:
                         self.finished = True
+                        if choice.finish_reason in _GIVEN_UP:
+                            self._fail(Cause.ABORTED, f"finish_reason {choice.finish_reason}")
+                            return
                     if choice.text or choice.delta is not None or choice.token_ids:
                         self._take(choice, chunk, now_ns)
             if usage is not None:

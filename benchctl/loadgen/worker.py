@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import heapq
-import os
-import random
 import time
 from collections import deque
 from collections.abc import Callable
 
 from benchctl.loadgen.assign import Share
 from benchctl.loadgen.connection import Connection, Flight
-from benchctl.loadgen.endpoint import Connector, RequestEncoder, as_messages, parse_endpoint
+from benchctl.loadgen.endpoint import Connector, RequestEncoder, as_messages, explain_refusal, parse_endpoint
 from benchctl.loadgen.options import LoadOptions
 from benchctl.loadgen.pool import ConnectionPool
 from benchctl.loadgen.recorder import Recorder, Report
 from benchctl.loadgen.records import Cause, RecordFile
+from benchctl.loadgen.retry import may_retry, pause_s
 from benchctl.loadgen.stream import AnswerStream
 from benchctl.loadgen.timer import DeadlineTimer
 from benchctl.loadgen.transport import SocketPoller
@@ -37,7 +36,6 @@ _GIVE_UP_CONNECTS = 50
 _GIVE_UP_NS = 5_000_000_000
 _REFUSED_PAUSE_NS = 100_000_000
 """A user of a closed loop whose connection was refused waits this long: the workload must not burn down at once."""
-_RETRYABLE_STATUS = frozenset({408, 425, 429, 500, 502, 503, 504})
 
 
 class LoadWorker:
@@ -116,15 +114,32 @@ class LoadWorker:
             self._send_report()
 
     def cancel(self) -> None:
-        """End now: what is in flight is recorded as interrupted, what was not sent is not recorded."""
+        """End now: what is in flight or due is recorded as interrupted, what is due later is not recorded."""
         self._stopping = True
         now_ns = time.monotonic_ns()
+        for flight in self._take_overdue(now_ns):
+            self._record(flight, Cause.INTERRUPTED, now_ns)
         for flight, connection in list(self._flying.items()):
             connection.abort()
             self._record(flight, Cause.INTERRUPTED, now_ns)
         self._flying.clear()
         if not self._ended.done():
             self._ended.set_result(None)
+
+    def _take_overdue(self, now_ns: int) -> list[Flight]:
+        """What was due before `now_ns` and is not in flight, as an overload leaves it behind; none of it waits on."""
+        overdue = [*self._capped, *self._pool.take_waiting()]
+        overdue += [flight for _, _, flight in self._later if flight.attempts or flight.scheduled_ns <= now_ns]
+        if not self._closed_loop:
+            overdue += [flight for flight in self._prepared if flight.scheduled_ns <= now_ns]
+        if self._start_ns:
+            due = self._share.due(self._next, now_ns - self._start_ns)
+            overdue += [self._unencoded(position, self._start_ns + after_ns) for position, after_ns in due]
+            self._next = len(self._share.first)
+        self._capped.clear()
+        self._later.clear()
+        self._prepared.clear()
+        return overdue
 
     # --- when ---
 
@@ -206,9 +221,7 @@ class LoadWorker:
 
     def _next_of_user(self, free_ns: int) -> None:
         """A user of a closed loop is free since `free_ns`: its next request is due now."""
-        if self._stopping:
-            return
-        if self._is_over(free_ns):
+        if self._stopping or self._is_over(free_ns):
             return
         if not self._prepared and not self._prepare_ahead():
             return
@@ -274,22 +287,17 @@ class LoadWorker:
     def connect_failed(self, flight: Flight | None, error: OSError) -> None:
         if self._stopping:
             return
-        now_ns = time.monotonic_ns()
+        now_ns, why = time.monotonic_ns(), explain_refusal(error, self._options.connect_timeout_s)
         if flight is not None:
             flight.attempts += 1
-            flight.detail = self._explain(error)
+            flight.detail = why
             self.flight_ended(flight, Cause.CONNECT, now_ns)
         contact_ns = max(self._pool.last_contact_ns, self._last_answer_ns)
         if self._pool.refused >= _GIVE_UP_CONNECTS and now_ns - contact_ns > _GIVE_UP_NS:
-            self.aborted = f"{self._options.url} takes no connections any more: {self._explain(error)}"
+            self.aborted = f"{self._options.url} takes no connections any more: {why}"
             self.cancel()
         else:
             self._pool.connect_as_needed()
-
-    def _explain(self, error: OSError) -> str:
-        if isinstance(error, TimeoutError) and error.errno is None:
-            return f"no connection within {self._options.connect_timeout_s:g} s"
-        return os.strerror(error.errno) if error.errno is not None and error.errno > 1 else str(error)
 
     # --- what comes back (connection.Owner) ---
 
@@ -311,12 +319,10 @@ class LoadWorker:
             self._active -= 1
             self._check_end()
             return
-        if cause and self._may_retry(flight, cause):
-            pause_s = flight.retry_after_s
-            if pause_s is None:
-                pause_s = min(8.0, 0.25 * 2 ** (flight.attempts - 1)) * random.uniform(0.8, 1.2)
+        if cause and may_retry(flight, cause, self._options):
+            due_ns = now_ns + int(pause_s(flight) * 1e9)
             self._reset_answer(flight)
-            self._push_later(now_ns + int(pause_s * 1e9), flight)
+            self._push_later(due_ns, flight)
             self._arm()
             return
         self._record(flight, cause, now_ns)
@@ -330,15 +336,6 @@ class LoadWorker:
             waiting.ready_ns = max(waiting.ready_ns, now_ns)
             self._launch(waiting)
         self._check_end()
-
-    def _may_retry(self, flight: Flight, cause: Cause) -> bool:
-        if flight.attempts > self._options.retries or flight.answer.times:
-            return False
-        if flight.retry_after_s is not None and flight.retry_after_s > self._options.timeout_s:
-            return False  # nobody waits that long for an answer
-        if cause is Cause.HTTP:
-            return flight.http_status in _RETRYABLE_STATUS
-        return cause in (Cause.CONNECT, Cause.RESET)
 
     def _next_turn(self, flight: Flight, cause: Cause, now_ns: int) -> bool:
         """Schedule the turn after this one; False when the conversation is over."""
@@ -408,10 +405,13 @@ class LoadWorker:
             self._tidy_soon()
 
     def _record_unsent(self, position: int, now_ns: int) -> None:
-        request = self._share.requests[position]
-        flight = Flight(position, request, b"", scheduled_ns=now_ns, ready_ns=now_ns)
+        flight = self._unencoded(position, now_ns)
         flight.detail = "the answer it continues was not received"
         self._record(flight, Cause.NO_PREVIOUS_TURN, now_ns)
+
+    def _unencoded(self, position: int, due_ns: int) -> Flight:
+        """What stands for a request that is not sent."""
+        return Flight(position, self._share.requests[position], b"", scheduled_ns=due_ns, ready_ns=due_ns)
 
     # --- in the background ---
 

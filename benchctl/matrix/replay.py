@@ -7,10 +7,10 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
-from benchctl.loadgen.options import LoadOptions
+from benchctl.loadgen.options import LoadOptions, LoadOutcome
 from benchctl.loadgen.run import run_load
 from benchctl.matrix.plan import Cell
-from benchctl.matrix.progress import Progress, Replayed
+from benchctl.matrix.progress import Progress
 from benchctl.matrix.traffic import Traffic
 from benchctl.targets import RunningServer
 
@@ -23,7 +23,7 @@ def replay_cell(
     records: Path,
     on_progress: Callable[[Progress], None],
     cancel: threading.Event,
-) -> Replayed:
+) -> LoadOutcome:
     """Replay against a running server; a `Replay` of the matrix runner. Raises UserError as `run_load` does."""
     options = LoadOptions(
         url=server.url,
@@ -33,7 +33,4 @@ def replay_cell(
         slos=tuple(cell.config.slos),
         **cell.config.client,
     )
-    outcome = run_load(
-        options, traffic.workload, traffic.schedule, output=records, on_progress=on_progress, cancel=cancel
-    )
-    return Replayed(metrics=outcome.metrics, aborted=outcome.aborted, error_details=outcome.error_details)
+    return run_load(options, traffic.workload, traffic.schedule, output=records, on_progress=on_progress, cancel=cancel)

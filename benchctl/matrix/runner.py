@@ -15,10 +15,12 @@ from typing import Literal, Protocol
 import msgspec
 
 from benchctl import targets
-from benchctl.loadgen.session import explain_failures, ran_out
+from benchctl.loadgen.options import LoadOutcome
+from benchctl.loadgen.verdict import ran_out, verdict
 from benchctl.matrix.interrupts import Interrupts
 from benchctl.matrix.plan import Cell, Plan, ServerPlan
-from benchctl.matrix.progress import Progress, Replayed
+from benchctl.matrix.progress import Progress
+from benchctl.matrix.suite import StartKind, Suite
 from benchctl.matrix.traffic import Traffic
 from benchctl.output_lock import OutputLock
 from benchctl.provenance import collect_provenance, utc_now
@@ -59,14 +61,14 @@ class Replay(Protocol):
         records: Path,
         on_progress: Callable[[Progress], None],
         cancel: threading.Event,
-    ) -> Replayed: ...
+    ) -> LoadOutcome: ...
 
 
 class MatrixRunner:
     """One run of a plan into an output directory.
 
-    `resume`: results in the directory that are `ok` and whose configuration, prompts and arrival times are the same are
-    kept as they are.
+    `resume`: results in the directory that are `ok` and whose configuration, prompts, arrival times and kinds of timed
+    starts are the same are kept as they are.
     """
 
     def __init__(
@@ -155,8 +157,17 @@ class MatrixRunner:
                 same = result.config_digest == cell.digest and _sent(result.workload) == _sent(
                     self._traffic[cell.id].info
                 )
-                if result.status == "ok" and same:
+                if result.status == "ok" and same and self._started_alike(cell, result):
                     self._results[cell.id] = result
+
+    def _started_alike(self, cell: Cell, result: CellResult) -> bool:
+        """Whether the result has the start-up times that the suite asks for now."""
+        if cell.config.engine == "url" or not result.startup:
+            return True  # nothing was timed, and nothing would be
+        wanted = _start_kinds(self.plan.suite)
+        kinds = [report.kind for report in result.startup]
+        # Beyond those, a server that died was started again, warm; of no warm start asked for, they cannot be told.
+        return kinds == wanted or ("warm" in wanted and kinds[: len(wanted)] == wanted)
 
     def _remove_stale(self) -> None:
         """Results of an earlier run must not stand for cells that this one does not reach."""
@@ -193,8 +204,7 @@ class MatrixRunner:
 
     def _start(self, plan: ServerPlan, caches: Path, starts: list[StartupReport]) -> RunningServer:
         """Time every start that the suite asks for; the last one stays up."""
-        suite = self.plan.suite
-        kinds = [kind for kind in suite.starts for _ in range(suite.start_repeats)]
+        kinds = _start_kinds(self.plan.suite)
         if plan.config.engine == "url":
             return self._launch(plan, "unknown", caches, starts)
         for kind in kinds[:-1]:
@@ -238,7 +248,7 @@ class MatrixRunner:
         timer = threading.Timer(self.plan.suite.cell_timeout_s, expire)
         timer.daemon = True
         began = time.monotonic()
-        replayed: Replayed | None = None
+        outcome: LoadOutcome | None = None
         problem: str | None = None
         trace: list[str] = []
         telemetry = Telemetry(pid=server.pid, url=server.url)
@@ -246,7 +256,7 @@ class MatrixRunner:
             timer.start()
             try:
                 with self._interrupts.graceful(cancel):
-                    replayed = self._replay(
+                    outcome = self._replay(
                         cell,
                         traffic,
                         server,
@@ -261,8 +271,15 @@ class MatrixRunner:
                 trace = traceback.format_exc().splitlines()
             finally:
                 timer.cancel()
-        status, reason = self._verdict(replayed, problem, server, late=late.is_set())
-        short = ran_out(cell.config.arrival, traffic.info.requests, replayed.metrics) if replayed else None
+        metrics = outcome.metrics if outcome else None
+        status, reason = verdict(
+            outcome,
+            problem,
+            server.exit_code(),
+            interrupted=self._interrupts.requested,
+            late_s=self.plan.suite.cell_timeout_s if late.is_set() else None,
+        )
+        short = ran_out(cell.config.arrival, traffic.info.requests, metrics) if metrics else None
         if status == "ok" and short:
             reason = f"{short}; {reason}" if reason else short
         self._finish(
@@ -271,41 +288,12 @@ class MatrixRunner:
             reason,
             log_tail=trace or (server.log_tail() if status == "failed" else []),
             startup=starts,
-            metrics=replayed.metrics if replayed else None,
+            metrics=metrics,
             server=server,
             telemetry=telemetry,
             records=records if records.is_file() else None,
             duration_s=time.monotonic() - began,
         )
-
-    def _verdict(
-        self, replayed: Replayed | None, problem: str | None, server: RunningServer, *, late: bool
-    ) -> tuple[Status, str | None]:
-        code = server.exit_code()
-        if self._interrupts.requested:
-            return "interrupted", "interrupted; the figures cover what had run until then"
-        if code is not None:
-            how = f"was killed by signal {-code}" if code < 0 else f"exited with status {code}"
-            return "failed", f"the server {how} during the run"
-        if late:
-            return "timeout", f"the cell did not end within {self.plan.suite.cell_timeout_s:g} s"
-        if problem is not None or replayed is None:
-            return "failed", problem
-        if replayed.aborted is not None:
-            return "failed", replayed.aborted
-        metrics = replayed.metrics
-        if metrics.completed == 0:
-            return "failed", f"no request was completed: {explain_failures(metrics, replayed.error_details)}"
-        if metrics.client_saturated:
-            lag_ms, bound_ms = (
-                (metrics.client_lag_s.percentiles.get("p99") or 0.0) * 1e3,
-                metrics.client_lag_bound_s * 1e3,
-            )
-            return "invalid", (
-                f"client saturated: client lag p99 {lag_ms:.1f} ms is above {bound_ms:.1f} ms; "
-                "lower the rate, raise client.workers or use a machine with more cores"
-            )
-        return "ok", explain_failures(metrics, replayed.error_details) if metrics.failed else None
 
     def _finish(
         self,
@@ -342,6 +330,11 @@ class MatrixRunner:
             write_result(result, self.output)
             self._results[cell.id] = result
             self._observer.on_result(result)
+
+
+def _start_kinds(suite: Suite) -> list[StartKind]:
+    """The timed starts of every server, in order."""
+    return [kind for kind in suite.starts for _ in range(suite.start_repeats)]
 
 
 def _sent(info: WorkloadInfo | None) -> tuple[str, str | None] | None:

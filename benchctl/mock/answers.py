@@ -58,10 +58,10 @@ class AnswerBytes:
         choice: dict[str, object] = {"index": 0, self._key: content, "logprobs": None, "finish_reason": None}
         return self._event([choice], usage)
 
-    def last_events(self, usage: tuple[int, int] | None) -> bytes:
+    def last_events(self, usage: tuple[int, int] | None, finish_reason: str = "length") -> bytes:
         """The finish reason, the usage if asked for, and `[DONE]`."""
         nothing: object = {} if self._chat else ""
-        choice: dict[str, object] = {"index": 0, self._key: nothing, "finish_reason": "length"}
+        choice: dict[str, object] = {"index": 0, self._key: nothing, "finish_reason": finish_reason}
         events = self._event([choice], None)
         if usage is not None:
             events += self._event([], usage)

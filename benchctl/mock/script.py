@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal
+from typing import Literal, get_args
 
 import msgspec
 
 from server.errors import UserError
 
-FailureKind = Literal["503", "reset", "error", "truncate"]
-_KINDS = ("503", "reset", "error", "truncate")
+FailureKind = Literal["503", "reset", "error", "truncate", "abort"]
+_KINDS = get_args(FailureKind)
 
 
 class Stall(msgspec.Struct, frozen=True):

@@ -248,8 +248,9 @@ class AnswerWriter:
             protocol.answer_ended()
             return
         head = HEAD if self._event == 0 else b""
-        if failure.kind == "error":
-            protocol.write(head + chunk(before + _ERROR_EVENT) + END)
+        if failure.kind in ("error", "abort"):
+            last = _ERROR_EVENT if failure.kind == "error" else self._answers.last_events(None, "abort")
+            protocol.write(head + chunk(before + last) + END)
             protocol.answer_ended()
             return
         if failure.kind == "truncate":

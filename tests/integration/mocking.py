@@ -66,6 +66,7 @@ def load(
     *,
     seed: int = 0,
     cancel: Any = None,
+    on_progress: Any = None,
     **options: Any,
 ) -> LoadOutcome:
     schedule = build_schedule(arrival, len(workload.requests), seed)
@@ -75,6 +76,7 @@ def load(
         schedule,
         output=output,
         cancel=cancel,
+        on_progress=on_progress,
     )
 
 

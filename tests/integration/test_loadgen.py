@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import threading
 import time
@@ -13,10 +14,14 @@ import pytest
 from scipy import stats
 
 from benchctl.loadgen import pool
-from benchctl.loadgen.records import Records
+from benchctl.loadgen.assign import split
+from benchctl.loadgen.options import LoadOptions
+from benchctl.loadgen.records import RecordFile, Records, create_records
 from benchctl.loadgen.run import run_load
+from benchctl.loadgen.worker import LoadWorker
 from benchctl.matrix.progress import Progress
-from benchctl.mock.script import Stall
+from benchctl.metrics import compute_metrics
+from benchctl.mock.script import Failure, Stall
 from tests.integration.mocking import load, load_here, read_log, running_mock, synthetic
 from workloads.arrivals import build_schedule
 from workloads.base import Message, Workload, WorkloadRequest
@@ -252,6 +257,54 @@ def test_cancelling_keeps_what_has_ended(tmp_path: Path) -> None:
     assert outcome.metrics.completed == (rows["cause"] == 0).sum()
     assert outcome.metrics.failed == 0
     assert outcome.metrics.completed < 1000
+
+
+@pytest.mark.parametrize("places", [2, 1000])
+def test_cancelling_counts_what_was_due_and_not_sent(
+    tmp_path: Path, places: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """30 are due at once and more later; the cap (2) or connections that do not come about hold most of them back."""
+    monkeypatch.setattr(pool, "MOST_CONNECTING", 5)
+    trace = [0.0] * 30 + [600.0] * 10
+    schedule = build_schedule({"name": "trace", "max_concurrency": places}, 40, 0, timestamps_s=trace)
+
+    async def serve(address: str) -> None:
+        records = RecordFile(tmp_path / "r")
+        (share,) = split(synthetic(40, 1).requests, schedule, 1)
+        worker = LoadWorker(share, LoadOptions(url=address, model="mock"), records, lambda report: None)
+        running = asyncio.ensure_future(worker.run(time.monotonic_ns()))
+        while mock.requests < 2:  # noqa: ASYNC110, it lives in another thread
+            await asyncio.sleep(0.001)
+        worker.cancel()
+        worker.cancel()  # a second one finds nothing left
+        await running
+        records.close()
+
+    create_records(tmp_path / "r", {"start_ns": 1})
+    with running_mock(ttft_s=600) as mock:
+        asyncio.run(serve(mock.url))
+    records = Records(tmp_path / "r")
+    metrics = compute_metrics(records, start_ns=1)
+    assert sorted(records.rows["index"].tolist()) == list(range(30)), "each that was due, once"
+    assert (metrics.completed, metrics.failed, metrics.interrupted + metrics.unsent) == (0, 0, 30)
+    if places == 2:
+        assert (metrics.interrupted, metrics.unsent) == (2, 28)
+
+
+def test_cancelling_counts_requests_that_wait_for_a_retry(tmp_path: Path) -> None:
+    with running_mock(failures=(Failure("503", 1),)) as mock:
+        cancel = threading.Event()
+        outcome = load(
+            mock.url,
+            synthetic(3, 1),
+            {"name": "burst"},
+            tmp_path / "r",
+            cancel=cancel,
+            retries=100,
+            on_progress=lambda progress: cancel.set() if mock.requests >= 3 else None,
+        )
+    assert outcome.interrupted
+    assert (outcome.metrics.completed, outcome.metrics.failed, outcome.metrics.interrupted) == (0, 0, 3)
 
 
 def test_connections_are_reused(tmp_path: Path) -> None:

@@ -117,6 +117,7 @@ def test_a_usage_that_cannot_be_is_as_good_as_none(tmp_path: Path, said: bytes) 
         (Failure("reset", 3, 4), "connection reset"),
         (Failure("error", 3, 2), "error event"),
         (Failure("truncate", 3, 2), "truncated stream"),
+        (Failure("abort", 3, 2), "aborted answer"),
     ],
 )
 def test_failures_of_the_mock_by_cause(tmp_path: Path, failure: Failure, cause: str) -> None:

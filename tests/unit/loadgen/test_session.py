@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from benchctl.loadgen.options import LoadOutcome
-from benchctl.loadgen.session import ran_out, sized_workload, verdict
+from benchctl.loadgen.session import sized_workload
+from benchctl.loadgen.verdict import ran_out, verdict
 from tests.unit.reports import samples
 
 
@@ -26,6 +27,7 @@ def outcome(**changes: Any) -> LoadOutcome:
     [
         (outcome(), None, None, False, "ok", None),
         (outcome(), None, -9, True, "interrupted", "interrupted"),
+        (outcome(interrupted=3, unsent=40), None, None, True, "interrupted", "(3 in flight, 40 due and still waiting"),
         (outcome(), None, -9, False, "failed", "was killed by signal 9"),
         (outcome(), None, 1, False, "failed", "exited with status 1"),
         (None, "the disk is full", None, False, "failed", "the disk is full"),
@@ -44,6 +46,14 @@ def test_verdicts(
     found, reason = verdict(result, failure, code, interrupted=interrupted)
     assert found == status
     assert reason is None if words is None else words in (reason or "")
+
+
+def test_a_load_that_ran_into_its_time_limit_says_what_was_left() -> None:
+    status, reason = verdict(outcome(interrupted=1, unsent=2), None, None, interrupted=False, late_s=9.0)
+    assert (status, reason) == (
+        "timeout",
+        "the cell did not end within 9 s (1 in flight, 2 due and still waiting to be sent)",
+    )
 
 
 def test_requests_enough_for_a_rate_and_a_duration() -> None:

@@ -110,6 +110,8 @@ def test_text_is_kept_for_the_next_turn_without_the_reasoning() -> None:
         ((b'data: {"error":"plain"}\n\n',), Cause.ERROR_EVENT, "plain"),
         ((text("a"), b"data: {broken\n\n"), Cause.BAD_STREAM, "{broken"),
         ((text("a"), b"data: 17\n\n"), Cause.BAD_STREAM, "17"),
+        ((text("a"), text("", "abort"), DONE), Cause.ABORTED, "finish_reason abort"),
+        ((event({"index": 0, "delta": {}, "finish_reason": "error"}), DONE), Cause.ABORTED, "finish_reason error"),
         ((text("a"),), Cause.TRUNCATED, "without [DONE]"),
         ((b"",), Cause.TRUNCATED, "without [DONE]"),
         ((text("a") + b'data: {"cho',), Cause.BAD_STREAM, '{"cho'),

@@ -12,9 +12,10 @@ from typing import Any
 
 import pytest
 
+from benchctl.loadgen.options import LoadOutcome
 from benchctl.matrix import runner as runner_module
 from benchctl.matrix.plan import Cell, Plan, ServerPlan, plan_matrix
-from benchctl.matrix.progress import Progress, Replayed
+from benchctl.matrix.progress import Progress
 from benchctl.matrix.runner import MatrixRunner
 from benchctl.matrix.suite import load_suite
 from benchctl.matrix.traffic import Traffic, TrafficFactory
@@ -74,9 +75,10 @@ class World:
         self.servers.append(FakeServer(kind))
         return self.servers[-1]
 
-    def replay(self, cell: Cell, traffic: Traffic, server: FakeServer, **rest: Any) -> Replayed:
+    def replay(self, cell: Cell, traffic: Traffic, server: FakeServer, **rest: Any) -> LoadOutcome:
         self.events.append(cell.id.split("/", 2)[2])
-        return Replayed(metrics=self.load(cell, server, rest["cancel"]), aborted=self.aborted)
+        metrics = self.load(cell, server, rest["cancel"])
+        return LoadOutcome(records=rest["records"], metrics=metrics, interrupted=False, aborted=self.aborted)
 
 
 class Silent:
@@ -215,6 +217,41 @@ def test_resume_keeps_ok_cells_with_the_same_configuration(world: World, tmp_pat
     world.events.clear()
     make(world, tmp_path / "out", "server.max_num_seqs=3", resume=True)[0].run()
     assert len(world.events) == 8, "another configuration is another experiment"
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ([], ["starts=['cold']"]),
+        (["starts=['cold']"], []),
+        ([], ["start_repeats=2"]),
+        (["start_repeats=2"], []),
+        (["start_repeats=2", "starts=['cold']"], ["starts=['cold']"]),
+    ],
+)
+def test_resume_measures_again_when_other_starts_are_asked_for(
+    world: World, tmp_path: Path, before: list[str], after: list[str]
+) -> None:
+    make(world, tmp_path / "out", "modes=['eager']", *before)[0].run()
+    runner, silent = make(world, tmp_path / "out", "modes=['eager']", *after, resume=True)
+    runner.run()
+    assert silent.reused == []
+    runner, silent = make(world, tmp_path / "out", "modes=['eager']", *after, resume=True)
+    runner.run()
+    assert len(silent.reused) == 2
+
+
+def test_resume_keeps_a_cell_whose_server_had_to_be_started_again(world: World, tmp_path: Path) -> None:
+    def load(cell: Cell, server: FakeServer, cancel: threading.Event) -> LoadMetrics:
+        if cell.id.endswith("burst"):
+            server.code = -9
+        return samples.load_metrics(1, 2)
+
+    world.load = load
+    make(world, tmp_path / "out", "modes=['eager']")[0].run()
+    runner, silent = make(world, tmp_path / "out", "modes=['eager']", resume=True)
+    runner.run()
+    assert [[start.kind for start in result.startup] for result in silent.reused] == [["cold", "warm", "warm"]]
 
 
 def test_resume_measures_again_when_a_file_of_prompts_has_changed(world: World, tmp_path: Path) -> None:

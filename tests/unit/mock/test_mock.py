@@ -107,6 +107,14 @@ def test_failures_that_cut_the_connection(kind: Any) -> None:
             http.post("/v1/completions", json=body())
 
 
+def test_an_aborted_answer_ends_in_order() -> None:
+    with running_mock(failures=(Failure("abort", 1, 2),)) as mock, client(mock.url) as http:
+        text = http.post("/v1/completions", json=body()).text
+    assert text.count(" token") == 2
+    assert '"finish_reason":"abort"' in text
+    assert text.endswith("data: [DONE]\n\n")
+
+
 def test_scripts_parse() -> None:
     assert parse_stalls(["10:0.5", "0:1"]) == (Stall(10, 0.5), Stall(0, 1.0))
     assert parse_failures(["503:10", "reset:7:3"]) == (Failure("503", 10), Failure("reset", 7, 3))
