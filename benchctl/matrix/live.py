@@ -18,7 +18,7 @@ from benchctl.matrix.traffic import Traffic
 from reports import formatting
 from reports.console import STYLES
 from reports.metrics import METRICS
-from reports.schema import CellResult, StartupReport
+from reports.schema import CellConfig, CellResult, StartupReport
 
 
 def make_observer(console: Console) -> LiveObserver | PlainObserver:
@@ -85,6 +85,49 @@ class PlainObserver:
         self._console.print(Text(text), soft_wrap=True)
 
 
+class Estimate:
+    """How long the rest of a matrix may take: the mean time of the cells that ran, their servers' starts included, for
+    each cell that is left. Cells that cannot run take no time, so they count on neither side: not those that turned out
+    to be unsupported, and not those to come with an engine and a backend that were.
+    """
+
+    def __init__(self) -> None:
+        self._left: dict[str, tuple[str, str | None]] = {}
+        self._unsupported: set[tuple[str, str | None]] = set()
+        self._ran = 0
+        self._ran_s = 0.0
+        self._since = 0.0
+
+    def begin(self, plan: Plan, reused: list[CellResult], now: float) -> None:
+        """`now`: seconds of any clock, here and in what follows."""
+        kept = {result.cell_id for result in reused}
+        self._left = {cell.id: _kind(cell.config) for cell in plan.cells if cell.id not in kept}
+        self._since = now
+
+    def add(self, result: CellResult, now: float) -> None:
+        """A cell has ended."""
+        self._left.pop(result.cell_id, None)
+        if result.status == "unsupported":
+            self._unsupported.add(_kind(result.config))
+        else:
+            self._ran += 1
+            self._ran_s += now - self._since
+            self._unsupported.discard(_kind(result.config))  # it was the mode or the model
+        self._since = now
+
+    def left_s(self, now: float) -> float | None:
+        """Seconds, or None while no cell has run. Between two cells it goes down as time passes."""
+        if self._ran == 0:
+            return None
+        each = self._ran_s / self._ran
+        number = sum(kind not in self._unsupported for kind in self._left.values())
+        return max(0.0, number * each - min(each, now - self._since)) if number else 0.0
+
+
+def _kind(config: CellConfig) -> tuple[str, str | None]:
+    return config.engine, config.attention_backend
+
+
 class LiveObserver:
     """Finished cells scroll by; below them what runs now, its figures, and how long the rest may take."""
 
@@ -95,9 +138,8 @@ class LiveObserver:
         self._done = 0
         self._activity = Text("preparing")
         self._progress: Progress | None = None
-        self._began = time.monotonic()
-        self._server_began = self._began
-        self._ran_cells = 0
+        self._server_began = time.monotonic()
+        self._estimate = Estimate()
         # Last: it renders once in its constructor.
         self._live = Live(console=console, get_renderable=self._render, refresh_per_second=8, transient=True)
 
@@ -113,7 +155,7 @@ class LiveObserver:
     def on_plan(self, plan: Plan, reused: list[CellResult]) -> None:
         self._plan = plan
         self._done = len(reused)
-        self._began = time.monotonic()
+        self._estimate.begin(plan, reused, time.monotonic())
         for result in reused:
             self._console.print(Text("kept        ", "dim").append(result.cell_id), soft_wrap=True)
 
@@ -139,7 +181,7 @@ class LiveObserver:
 
     def on_result(self, result: CellResult) -> None:
         self._done += 1
-        self._ran_cells += 1
+        self._estimate.add(result, time.monotonic())
         self._progress = None
         self._console.print(result_line(result), soft_wrap=True)
 
@@ -161,12 +203,8 @@ class LiveObserver:
         return Group(*rows)
 
     def _eta(self) -> Text:
-        """From the mean time of the cells so far, their servers' starts included."""
-        if self._plan is None or self._ran_cells == 0:
-            return Text("")
-        each = (time.monotonic() - self._began) / self._ran_cells
-        left = (len(self._plan.cells) - self._done) * each
-        return Text(f"about {formatting.whole_seconds(left)} left", "dim")
+        left = self._estimate.left_s(time.monotonic())
+        return Text("" if left is None else f"about {formatting.whole_seconds(left)} left", "dim")
 
 
 def _progress_row(progress: Progress) -> Table:

@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from benchctl.matrix.live import LiveObserver, PlainObserver, make_observer, result_line
-from benchctl.matrix.plan import plan_matrix
+from benchctl.matrix.live import Estimate, LiveObserver, PlainObserver, make_observer, result_line
+from benchctl.matrix.plan import Cell, plan_matrix
 from benchctl.matrix.progress import Progress
 from benchctl.matrix.suite import load_suite
 from benchctl.matrix.traffic import TrafficFactory
-from reports.schema import StartupReport
+from reports.schema import StartupReport, Status
 from tests.unit.matrix.test_suite import MINIMAL, write
 from tests.unit.reports import samples
 
@@ -71,3 +71,29 @@ def test_a_terminal_gets_a_live_view(tmp_path: Path) -> None:
 def test_a_reason_is_not_markup(status: str) -> None:
     result = samples.cell("eager", "FLASH_ATTN", 2.0, status=status, reason="needs [cuda]")  # type: ignore[arg-type]
     assert result_line(result).plain.endswith("needs [cuda]")
+
+
+def test_the_rest_is_estimated_from_what_runs_and_not_from_what_cannot(tmp_path: Path) -> None:
+    suite = load_suite(write(tmp_path, MINIMAL), ["backends=['FLASH_ATTN','TORCH_SDPA','TRITON_ATTN']"])
+    plan = plan_matrix(suite)
+    cells = {name: [c for c in plan.cells if c.config.attention_backend == name] for name in suite.backends}
+    assert [len(group) for group in cells.values()] == [4, 4, 4]
+    estimate = Estimate()
+    estimate.begin(plan, [], 100.0)
+
+    def end(cell: Cell, status: Status, now: float) -> None:
+        result = samples.cell("eager", "TORCH_SDPA", 2.0, status=status)
+        result.cell_id, result.config = cell.id, cell.config
+        estimate.add(result, now)
+
+    for cell in cells["FLASH_ATTN"]:
+        end(cell, "unsupported", 101.0)
+    assert estimate.left_s(101.0) is None, "nothing has run: nothing is known"
+    end(cells["TORCH_SDPA"][0], "ok", 111.0)
+    assert estimate.left_s(111.0) == 70.0, "3 of this backend and 4 of the next, 10 s each"
+    assert estimate.left_s(114.0) == 67.0
+    assert estimate.left_s(999.0) == 60.0, "it takes longer than expected, but the others may not"
+    end(cells["TRITON_ATTN"][0], "unsupported", 112.0)
+    assert estimate.left_s(112.0) == 30.0, "the other three of TRITON_ATTN will not run either"
+    end(cells["TRITON_ATTN"][1], "failed", 132.0)
+    assert estimate.left_s(132.0) == 5 * 15.0, "one does run: the first was unsupported for another reason"
