@@ -160,9 +160,10 @@ class Child:
         threading.Thread(target=run, name="control", daemon=True).start()
 
 
-def _die_with_parent(supervisor_pid: int) -> None:
+def die_with_parent(parent_pid: int) -> None:
+    """Have the kernel kill this process when its parent ends; exit if it has ended already."""
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != supervisor_pid:  # it died before the line above took effect
+    if os.getppid() != parent_pid:  # it died before the line above took effect
         os._exit(1)
 
 
@@ -175,7 +176,7 @@ def run_child(process: str, main: Callable[[Child], int]) -> None:
     parser.add_argument("--supervisor-pid", type=int, required=True)
     parser.add_argument("--index", type=int, default=0)
     arguments = parser.parse_args()
-    _die_with_parent(arguments.supervisor_pid)
+    die_with_parent(arguments.supervisor_pid)
     # The terminal's Ctrl-C and a stray SIGTERM to the group are the supervisor's business: it drains us in order.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     sys.setswitchinterval(SWITCH_INTERVAL_S)

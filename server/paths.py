@@ -9,7 +9,7 @@ from pathlib import Path
 def benchctl_cache_dir() -> Path:
     """Root of benchctl's caches: `$BENCHCTL_CACHE_DIR`, else `$XDG_CACHE_HOME/benchctl`, else `~/.cache/benchctl`.
 
-    Below it: `models/` (pulled checkpoints), `compile/` (compiled graphs), `kernels/`. Not created here.
+    Below it: `models/` (pulled checkpoints), `compile/` (compiled graphs), `kernels/`, `bytecode/`. Not created here.
     """
     if explicit := os.environ.get("BENCHCTL_CACHE_DIR"):
         return Path(explicit).expanduser()

@@ -36,11 +36,14 @@ def leaf_spans(spans: list[Span]) -> list[Span]:
 def unaccounted_ns(spans: list[Span], start_ns: int, end_ns: int) -> int:
     """Nanoseconds of [start, end] that the union of the leaf spans does not cover.
 
-    Only leaves count: a parent span would hide the gaps between its phases.
+    Only leaves count: a parent span would hide the gaps between its phases. Nor do spans with the attribute
+    `background`: nobody waits for them.
     """
     covered_until = start_ns
     gaps = 0
     for span in sorted(leaf_spans(spans), key=lambda s: s.start_ns):
+        if span.attributes.get("background"):
+            continue
         if span.start_ns >= end_ns:
             break
         if span.start_ns > covered_until:

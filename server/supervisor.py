@@ -7,7 +7,7 @@
 
 The supervisor imports nothing heavy and runs one selector loop over the children's status pipes, their stderr and
 their pidfds. Whatever way it ends, the children end: they hold the other end of a control pipe and die with their
-parent (see `server.child`).
+parent (see `server.child`). So does the process that fills the bytecode cache of a first start.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from typing import BinaryIO, Protocol
 
 import msgspec
 
+from server.bytecode import ByteCompiler, child_environment, choose_folder, wants_compiling
 from server.child import (
     ConfigMessage,
     ControlMessage,
@@ -41,6 +42,7 @@ from server.child import (
 from server.config import ServerConfig
 from server.errors import exhausted
 from server.listen import bind_socket
+from server.paths import cache_root
 from server.pulse import Pulse, create_pulse_fd
 from server.runtime_dir import create_runtime_dir
 from server.startup import StartupTimeline, join_timeline
@@ -75,7 +77,15 @@ class Observer(Protocol):
 class _Process:
     """One child and the supervisor's ends of its pipes."""
 
-    def __init__(self, name: str, module: str, index: int, pulse: tuple[int, int], listen_fd: int | None) -> None:
+    def __init__(
+        self,
+        name: str,
+        module: str,
+        index: int,
+        pulse: tuple[int, int],
+        listen_fd: int | None,
+        environment: dict[str, str] | None,
+    ) -> None:
         status_read, status_write = os.pipe()
         control_read, control_write = os.pipe()
         self.name = name
@@ -93,6 +103,7 @@ class _Process:
         try:
             self.popen = subprocess.Popen(
                 command,
+                env=environment,
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
@@ -148,6 +159,7 @@ class Supervisor:
         self.ready_at: float | None = None
         """Monotonic seconds when the server became ready; None: not yet."""
         self._watched_at = 0.0
+        self._byte_compiler: ByteCompiler | None = None
 
     @property
     def is_ready(self) -> bool:
@@ -192,18 +204,41 @@ class Supervisor:
 
     def _spawn(self, listener: socket.socket) -> None:
         with self.timeline.span("spawn"), contextlib.ExitStack() as stack:
+            environment = self._keep_bytecode()
             pulse_fd = create_pulse_fd()
             stack.callback(os.close, pulse_fd)
             plan = [("worker-0", "server.worker", 0), ("engine", "server.engine", 0)]
             plan += [(f"api-{i}", "server.api", i) for i in range(self.config.api.api_server_count)]
             for slot, (name, module, index) in enumerate(plan):
                 listen_fd = listener.fileno() if module == "server.api" else None
-                process = _Process(name, module, index, (pulse_fd, slot), listen_fd)
+                process = _Process(name, module, index, (pulse_fd, slot), listen_fd, environment)
                 self._processes.append(process)
                 process.send(ConfigMessage(self.config, listen_fd, (pulse_fd, slot)))
                 self._selector.register(process.status_fd, selectors.EVENT_READ, lambda p=process: self._read_status(p))
                 self._selector.register(process.output, selectors.EVENT_READ, lambda p=process: self._read_output(p))
                 self._selector.register(process.pidfd, selectors.EVENT_READ, lambda p=process: self._on_exit(p))
+
+    def _keep_bytecode(self) -> dict[str, str] | None:
+        """The environment of children that are to keep Python's bytecode in our cache (see `server.bytecode`), which
+        is filled ahead of them; None where they need no other environment."""
+        folder, warning = choose_folder(cache_root(self.config.compilation.cache_dir))
+        if warning is not None:
+            self.observer.on_stderr("supervisor", warning)
+        if folder is None:
+            return None
+        if wants_compiling(folder):
+            with contextlib.suppress(OSError):  # no process to be had: the worker's start will say so
+                self._byte_compiler = ByteCompiler(folder)
+                self._selector.register(self._byte_compiler.pidfd, selectors.EVENT_READ, self._on_byte_compiled)
+        return child_environment(folder)
+
+    def _on_byte_compiled(self) -> None:
+        if self._byte_compiler is not None:
+            started_ns = self._byte_compiler.started_ns
+            self.timeline.add("bytecode", started_ns, time.monotonic_ns(), thread="bytecode", background=True)
+            self._selector.unregister(self._byte_compiler.pidfd)
+            self._byte_compiler.close()
+            self._byte_compiler = None
 
     def _loop(self, runtime_dir: Path, on_ready: Callable[[str], None] | None) -> int:
         while True:
@@ -325,6 +360,8 @@ class Supervisor:
 
     def _kill_all(self) -> None:
         """The engine and the worker hold nothing that must be saved: once the API is done they are killed."""
+        if self._byte_compiler is not None:
+            self._byte_compiler.close()
         for process in self._processes:
             process.kill()
         for process in self._processes:

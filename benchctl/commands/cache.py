@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
+    from server.compilation.kernels import FolderInfo
     from server.compilation.store import EntryInfo
 
 _SHOWN = ("model.architecture", "model.hidden_size", "model.num_layers", "dtype", "device", "token_budget")
@@ -20,7 +21,7 @@ _Directory = Annotated[
 
 
 def register(app: typer.Typer) -> None:
-    group = typer.Typer(no_args_is_help=True, help="Compiled graphs and kernels on disk.")
+    group = typer.Typer(no_args_is_help=True, help="Compiled graphs, kernels and bytecode on disk.")
     group.command("ls")(ls)
     group.command("clear")(clear)
     app.add_typer(group, name="cache")
@@ -30,19 +31,21 @@ def ls(
     directory: _Directory = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, with all factors of every entry.")] = False,
 ) -> None:
-    """List compiled graphs, newest first, and the kernels compiled beside them."""
+    """List compiled graphs, newest first, the kernels compiled beside them, and Python's bytecode."""
     from server.compilation.explain import compile_cache
-    from server.compilation.kernels import kernel_caches
+    from server.compilation.kernels import bytecode_cache, kernel_caches
 
     cache = compile_cache(directory)
-    entries, kernels = cache.entries(), kernel_caches(directory)
+    entries, folders = cache.entries(), kernel_caches(directory)
+    bytecode = bytecode_cache(directory)
     if as_json:
         document = {
             "directory": str(cache.root),
             "entries": [
                 {"key": e.key, "bytes": e.bytes, "modified": e.modified, "factors": e.factors} for e in entries
             ],
-            "kernels": [{"directory": str(k.directory), "files": k.files, "bytes": k.bytes} for k in kernels],
+            "kernels": [_folder(folder) for folder in folders],
+            "bytecode": None if bytecode is None else _folder(bytecode),
         }
         typer.echo(json.dumps(document, indent=2))
         return
@@ -52,8 +55,8 @@ def ls(
     console.print(f"{cache.root}: {_graphs(len(entries))}", soft_wrap=True, highlight=False)
     if entries:
         console.print(_table(entries))
-    for kernel in kernels:
-        line = f"{kernel.directory}: {kernel.files} files, {_size(kernel.bytes)}"
+    for folder in (*folders, *((bytecode,) if bytecode is not None else ())):
+        line = f"{folder.directory}: {folder.files} files, {_size(folder.bytes)}"
         console.print(line, soft_wrap=True, highlight=False)
 
 
@@ -61,17 +64,25 @@ def clear(
     directory: _Directory = None,
     keep_kernels: Annotated[bool, typer.Option("--keep-kernels", help="Remove compiled graphs only.")] = False,
 ) -> None:
-    """Remove compiled graphs and kernels; a running server has its own copies. Models stay."""
+    """Remove compiled graphs, kernels and bytecode; a running server has its own copies. Models stay."""
     from server.compilation.explain import compile_cache
-    from server.compilation.kernels import clear_kernel_caches
+    from server.compilation.kernels import clear_bytecode_cache, clear_kernel_caches
     from server.errors import UserError
 
     try:
         count, size = compile_cache(directory).clear()
         files, kernel_bytes = (0, 0) if keep_kernels else clear_kernel_caches(directory)
+        modules, module_bytes = (0, 0) if keep_kernels else clear_bytecode_cache(directory)
     except OSError as error:
         raise UserError(f"{error.filename}: cannot be removed: {error.strerror}") from error
-    typer.echo(f"removed {_graphs(count)} ({_size(size)}) and {files} kernel files ({_size(kernel_bytes)})")
+    removed = [f"{_graphs(count)} ({_size(size)})", f"{files} kernel files ({_size(kernel_bytes)})"]
+    if modules:
+        removed.append(f"{modules} files of bytecode ({_size(module_bytes)})")
+    typer.echo(f"removed {', '.join(removed[:-1])} and {removed[-1]}")
+
+
+def _folder(info: FolderInfo) -> dict[str, str | int]:
+    return {"directory": str(info.directory), "files": info.files, "bytes": info.bytes}
 
 
 def _graphs(count: int) -> str:

@@ -1,4 +1,4 @@
-"""The caches of kernels that are compiled outside of compiled graphs: ours in Triton, flash-attn-4's."""
+"""The caches beside that of compiled graphs: of kernels (ours in Triton, flash-attn-4's) and of Python's bytecode."""
 
 from __future__ import annotations
 
@@ -6,17 +6,18 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
+from server.bytecode import bytecode_root
 from server.paths import cache_root
 
 
 @dataclass(frozen=True, slots=True)
-class KernelCacheInfo:
+class FolderInfo:
     directory: Path
     files: int
     bytes: int
 
 
-def kernel_caches(cache_dir: str | None) -> list[KernelCacheInfo]:
+def kernel_caches(cache_dir: str | None) -> list[FolderInfo]:
     """Every kernel cache below `--compilation-cache-dir`; what other processes remove meanwhile is left out."""
     root = cache_root(cache_dir) / "kernels"
     if not root.is_dir():
@@ -32,7 +33,22 @@ def clear_kernel_caches(cache_dir: str | None) -> tuple[int, int]:
     return sum(info.files for info in infos), sum(info.bytes for info in infos)
 
 
-def _measure(directory: Path) -> KernelCacheInfo:
+def bytecode_cache(cache_dir: str | None) -> FolderInfo | None:
+    """Python's bytecode below `--compilation-cache-dir`, None where there is none (see `server.bytecode`)."""
+    directory = bytecode_root(cache_root(cache_dir))
+    return _measure(directory) if directory.is_dir() and not directory.is_symlink() else None
+
+
+def clear_bytecode_cache(cache_dir: str | None) -> tuple[int, int]:
+    """Remove it; returns how many files and bytes. Raises OSError."""
+    info = bytecode_cache(cache_dir)
+    if info is None:
+        return 0, 0
+    shutil.rmtree(info.directory)
+    return info.files, info.bytes
+
+
+def _measure(directory: Path) -> FolderInfo:
     sizes = []
     for path in directory.rglob("*"):
         try:
@@ -40,4 +56,4 @@ def _measure(directory: Path) -> KernelCacheInfo:
                 sizes.append(path.lstat().st_size)
         except FileNotFoundError:
             continue
-    return KernelCacheInfo(directory, len(sizes), sum(sizes))
+    return FolderInfo(directory, len(sizes), sum(sizes))
