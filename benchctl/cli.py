@@ -1,15 +1,20 @@
-"""The `benchctl` command."""
+"""The `benchctl` command.
+
+What takes long to import is imported within `main`: a Ctrl-C before its first line would show a traceback.
+"""
 
 from __future__ import annotations
 
-import importlib
+import os
+import signal
 import sys
-from collections.abc import Callable
 
-import typer
+TYPE_CHECKING = False  # not typing's, which is one more import
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from types import FrameType
 
-import benchctl
-from server.errors import UserError
+    import typer
 
 # Command (or command group) -> module under benchctl.commands.
 COMMANDS = {
@@ -29,29 +34,33 @@ COMMANDS = {
 }
 
 
-def _version(value: bool) -> None:
-    if value:
-        typer.echo(f"benchctl {benchctl.__version__}")
-        raise typer.Exit
-
-
-def _root(
-    version: bool = typer.Option(
-        False, "--version", callback=_version, is_eager=True, help="Print the version and exit."
-    ),
-) -> None:
-    """Benchmark and load-test LLM serving, with a server of our own bundled."""
-
-
 def build_app(argv: list[str]) -> typer.Typer:
     """The Typer app with the command that `argv` names, or with all of them (`--help`, completion, a wrong name).
 
     Importing one command only keeps `benchctl serve` from paying for the imports of reports and statistics.
     """
+    import importlib
+
+    import typer
+
+    import benchctl
+
+    def version(wanted: bool) -> None:
+        if wanted:
+            typer.echo(f"benchctl {benchctl.__version__}")
+            raise typer.Exit
+
+    def root(
+        version: bool = typer.Option(
+            False, "--version", callback=version, is_eager=True, help="Print the version and exit."
+        ),
+    ) -> None:
+        """Benchmark and load-test LLM serving, with a server of our own bundled."""
+
     app = typer.Typer(
         name="benchctl", no_args_is_help=True, pretty_exceptions_show_locals=False, rich_markup_mode="markdown"
     )
-    app.callback()(_root)
+    app.callback()(root)
     named = next((a for a in argv if not a.startswith("-")), None)
     modules = [COMMANDS[named]] if named in COMMANDS else list(dict.fromkeys(COMMANDS.values()))
     for module in modules:
@@ -76,15 +85,33 @@ def _whole_names_in_help() -> None:
         setattr(rich_utils, name, folding(getattr(rich_utils, name)))
 
 
+def _leave_at_once(number: int, frame: FrameType | None) -> None:
+    """Before a command has begun, or after it, there is nothing to put in order."""
+    os._exit(130)
+
+
 def main() -> None:
     """Entry point: run the command; a `UserError` becomes one line on stderr and its exit code."""
+    interruptible = signal.getsignal(signal.SIGINT) is signal.default_int_handler  # not below nohup, for one
+    if interruptible:
+        signal.signal(signal.SIGINT, _leave_at_once)
+    import typer
+
+    from server.errors import UserError
+
     argv = sys.argv[1:]
     if "--help" in argv:
         _whole_names_in_help()
+    app = build_app(argv)
     try:
-        build_app(argv)(args=argv, standalone_mode=True)
+        if interruptible:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+        app(args=argv, standalone_mode=True)
     except UserError as error:
         typer.echo(f"benchctl: {error}", err=True)
         sys.exit(error.exit_code)
     except KeyboardInterrupt:
         sys.exit(130)
+    finally:
+        if interruptible:
+            signal.signal(signal.SIGINT, _leave_at_once)

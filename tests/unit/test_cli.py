@@ -7,6 +7,8 @@ import re
 import subprocess
 import sys
 
+import pytest
+
 
 def test_help_on_a_narrow_terminal_shows_whole_names_of_options() -> None:
     command = [sys.executable, "-m", "benchctl", "serve", "--help"]
@@ -14,3 +16,29 @@ def test_help_on_a_narrow_terminal_shows_whole_names_of_options() -> None:
     shown = subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout
     assert "--max-num-batched" in shown
     assert not re.search(r"--[\w-]*…", shown)
+
+
+INTERRUPT_ITSELF = """
+import atexit, os, signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)  # whatever the tests were started with
+where = sys.argv.pop(1)
+class Finder:
+    def find_spec(self, name, path=None, target=None):
+        if name == where:
+            os.kill(os.getpid(), signal.SIGINT)
+if where == "exit":
+    atexit.register(os.kill, os.getpid(), signal.SIGINT)
+sys.meta_path.insert(0, Finder())
+from benchctl.cli import main
+main()
+"""
+
+
+@pytest.mark.parametrize(
+    "where", ["typer", "server.errors", "benchctl.commands.workload", "workloads.sharegpt_like", "exit"]
+)
+def test_an_interrupt_shows_no_traceback_however_early_it_comes(where: str) -> None:
+    """A signal while this module is looked for, or while the process ends."""
+    argv = [sys.executable, "-c", INTERRUPT_ITSELF, where, "workload", "show", "sharegpt-like", "--num-requests", "3"]
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stderr) == (130, "")
