@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -11,6 +11,8 @@ _TARGET = "Target"
 _TRAFFIC = "Traffic"
 _SERIES = "Series"
 _CLIENT = "Client"
+_REPEATABLE = {"server": "server", "set_": "assignments", "slo": "slos"}
+"""Options that may be given several times, and the fields that hold them."""
 
 
 def run(
@@ -133,44 +135,11 @@ def run(
     Exit code: 0 measured, 1 the run failed or its client was saturated, 2 bad input, 130 interrupted (partial results
     are kept).
     """
+    options: dict[str, Any] = dict(locals())  # every option of the command is a field of its request
     from benchctl.loadgen.command import RunRequest, execute
 
-    code = execute(
-        RunRequest(
-            url=url,
-            serve=serve,
-            engine=engine,
-            mode=mode,
-            attention_backend=attention_backend,
-            server=server or [],
-            endpoint=endpoint,
-            model=model,
-            api_key=api_key,
-            workload=workload,
-            assignments=set_ or [],
-            num_requests=num_requests,
-            rate=rate,
-            concurrency=concurrency,
-            arrival=arrival,
-            duration=duration,
-            max_concurrency=max_concurrency,
-            seed=seed,
-            sweep_rate=sweep_rate,
-            sweep_concurrency=sweep_concurrency,
-            find_max_rate=find_max_rate,
-            slos=slo or [],
-            warmup=warmup,
-            cooldown=cooldown,
-            workers=workers,
-            timeout=timeout,
-            retries=retries,
-            force_lengths=force_lengths,
-            continuous_usage=continuous_usage,
-            max_client_lag=max_client_lag,
-            tokenizer=tokenizer,
-            output=output,
-        )
-    )
+    repeatable: dict[str, Any] = {field: options.pop(name) or [] for name, field in _REPEATABLE.items()}
+    code = execute(RunRequest(**options, **repeatable))
     if code:
         raise typer.Exit(code)
 

@@ -121,26 +121,16 @@ def cell_config(request: RunRequest) -> CellConfig:
         parse_endpoint(request.url, request.endpoint)
         if request.mode or request.attention_backend or request.server:
             raise UserError("--mode, --attention-backend and --server are for --serve; an endpoint is as it is")
-        return CellConfig(
-            engine="url",
-            model=request.model or "",
-            endpoint=request.endpoint,
-            url=request.url,
-            workload=workload,
-            arrival={},
-            seed=request.seed,
-            slos=request.slos,
-        )
-    if request.model is not None:
+    elif request.model is not None:
         raise UserError("--model is for --url; with --serve the model is the one that is served")
-    assert request.serve is not None
     return CellConfig(
-        engine=request.engine,
-        model=request.serve,
+        engine=request.engine if request.url is None else "url",
+        model=request.serve or request.model or "",
         mode=request.mode,
         attention_backend=request.attention_backend,
         server_args=parse_assignments(request.server),
         endpoint=request.endpoint,
+        url=request.url,
         workload=workload,
         arrival={},
         seed=request.seed,
