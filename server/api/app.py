@@ -42,6 +42,8 @@ def create_app(state: ApiState) -> Gate:
             Exception: _on_bug,
         },
     )
+    # A redirect would repeat the request's own Host header.
+    app.router.redirect_slashes = False
     app.state.api = state
     return Gate(app, state.config.api.api_key)
 

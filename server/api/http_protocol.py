@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from typing import Any
 
 from uvicorn.protocols.http.flow_control import FlowControl
@@ -18,6 +19,7 @@ READ_STALL_S = 30.0
 """How long a client may read nothing while there is more for it than the transport's buffer holds."""
 # Bytes on the wire per byte of body: a chunk of one byte travels in six.
 _MAX_FRAMING = 8
+_UPGRADE = re.compile(rb"\nupgrade(?=:)", re.IGNORECASE)
 _MESSAGE = b"The headers of the request are too large."
 _HEADERS_TOO_LARGE = (
     b"HTTP/1.1 431 Request Header Fields Too Large\r\ncontent-type: text/plain; charset=utf-8\r\n"
@@ -68,6 +70,7 @@ class HttpProtocol(HttpToolsProtocol):
         self._message_bytes = 0
         self._body_bytes = 0
         self._in_message = False
+        self._in_headers = True
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -85,6 +88,8 @@ class HttpProtocol(HttpToolsProtocol):
 
     def data_received(self, data: bytes) -> None:
         message = self._messages
+        if self._in_headers:
+            data = _without_upgrade(data)
         super().data_received(data)
         if self._messages != message or not self._in_message:
             return
@@ -106,10 +111,11 @@ class HttpProtocol(HttpToolsProtocol):
         super().on_message_begin()
         self._messages += 1
         self._message_bytes = self._body_bytes = 0
-        self._in_message = True
+        self._in_message = self._in_headers = True
         self._arm()
 
     def on_headers_complete(self) -> None:
+        self._in_headers = False
         self._disarm()
         super().on_headers_complete()
         if self.cycle is not None:
@@ -124,7 +130,7 @@ class HttpProtocol(HttpToolsProtocol):
         super().on_body(body)
 
     def on_message_complete(self) -> None:
-        self._in_message = False
+        self._in_message, self._in_headers = False, True
         if self.cycle is not None and self.cycle.response_complete:
             self._disarm()
         super().on_message_complete()
@@ -175,3 +181,16 @@ class HttpProtocol(HttpToolsProtocol):
         if self._stall_timer is not None:
             self._stall_timer.cancel()
             self._stall_timer = None
+
+
+def _without_upgrade(data: bytes) -> bytes:
+    """`data`, which begins within a request's headers, with the offer of another protocol made out.
+
+    The parser takes what follows such headers for the other protocol, and a body is lost; who offers to go on in
+    HTTP/2 (Java's client does, with every request) may be answered as if it had not.
+    """
+    end = data.find(b"\r\n\r\n")
+    head = data if end < 0 else data[:end]
+    if _UPGRADE.search(head) is None:
+        return data
+    return _UPGRADE.sub(b"\nx-upgrade", head) + data[len(head) :]

@@ -37,7 +37,7 @@ async def tokenize(http: Request) -> Response:
         )
     else:
         [tokens] = await state.tokenizer.encode_all(
-            [request.prompt or ""], add_special_tokens=request.add_special_tokens is not False
+            [request.prompt or ""], add_special_tokens=request.add_special_tokens is not False, aside=True
         )
     strings = [state.tokenizer.token_string(token) or "" for token in tokens] if request.return_token_strs else None
     return json_response(TokenizeResponse(len(tokens), state.limits.max_model_len, tokens, strings))
@@ -49,5 +49,5 @@ async def detokenize(http: Request) -> Response:
     request = await read_json(http, _DETOKENIZE, state.config.api.max_body_bytes)
     state.check_model(request.model)
     check_token_ids(request.tokens, "tokens", state.limits.vocab_size)
-    text = await state.tokenizer.decode_async(request.tokens, skip_special_tokens=False)
+    text = await state.tokenizer.decode_async(request.tokens, skip_special_tokens=False, aside=True)
     return json_response(DetokenizeResponse(text))

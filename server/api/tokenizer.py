@@ -40,6 +40,7 @@ class Tokenizer:
         self._bytes_of_skipped = TokenBytes(tokenizer, self._special)
         self._longest_token = max((len(token) for token in tokenizer.get_vocab(with_added_tokens=True)), default=1)
         self._executor = ThreadPoolExecutor(_THREADS, thread_name_prefix="tokenize")
+        self._aside = ThreadPoolExecutor(1, thread_name_prefix="tokenize-aside")
 
     def min_tokens(self, text: str) -> int:
         """A lower bound on the number of tokens of `text`, without tokenizing it.
@@ -51,22 +52,26 @@ class Tokenizer:
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         return self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
 
-    async def encode_all(self, texts: list[str], *, add_special_tokens: bool) -> list[list[int]]:
-        """Token ids of each text. Long ones are tokenized in a thread: the event loop stays with other requests."""
+    async def encode_all(self, texts: list[str], *, add_special_tokens: bool, aside: bool = False) -> list[list[int]]:
+        """Token ids of each text. Long ones are tokenized in a thread: the event loop stays with other requests.
+
+        `aside`: in one of its own, for texts that no context bounds: megabytes take seconds.
+        """
 
         def encode() -> list[list[int]]:
             return [self.encode(text, add_special_tokens=add_special_tokens) for text in texts]
 
         if sum(map(len, texts)) <= _INLINE_CHARACTERS:
             return encode()
-        return await asyncio.get_running_loop().run_in_executor(self._executor, encode)
+        return await asyncio.get_running_loop().run_in_executor(self._aside if aside else self._executor, encode)
 
-    async def decode_async(self, token_ids: list[int], *, skip_special_tokens: bool) -> str:
-        """As `decode`, long ones in a thread."""
+    async def decode_async(self, token_ids: list[int], *, skip_special_tokens: bool, aside: bool = False) -> str:
+        """As `decode`, long ones in a thread; `aside` as for `encode_all`."""
         if len(token_ids) <= _INLINE_CHARACTERS:
             return self.decode(token_ids, skip_special_tokens=skip_special_tokens)
         return await asyncio.get_running_loop().run_in_executor(
-            self._executor, lambda: self.decode(token_ids, skip_special_tokens=skip_special_tokens)
+            self._aside if aside else self._executor,
+            lambda: self.decode(token_ids, skip_special_tokens=skip_special_tokens),
         )
 
     def decode(self, token_ids: list[int], *, skip_special_tokens: bool) -> str:

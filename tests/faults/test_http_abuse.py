@@ -8,6 +8,7 @@ import contextlib
 import os
 import resource
 import socket
+import time
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
@@ -228,6 +229,30 @@ def test_pipelined_requests_are_answered_in_order(api: Server) -> None:
         received = b"".join(iter(lambda: connection.recv(1 << 16), b""))
     answers = [part.rpartition(b'"completion_tokens":')[2] for part in received.split(b"HTTP/1.1 200 OK")[1:]]
     assert [int(answer.split(b",")[0]) for answer in answers] == list(range(1, 40))
+
+
+@pytest.mark.parametrize(
+    "offer",
+    [
+        b"connection: Upgrade, HTTP2-Settings\r\nhttp2-settings: AAMAAABkAAQAAP__\r\nUpgrade: h2c\r\n",
+        b"upgrade: websocket\r\nconnection: upgrade\r\nsec-websocket-version: 13\r\n",
+    ],
+)
+@pytest.mark.parametrize("apart", [False, True])
+def test_an_offer_of_another_protocol_costs_no_body(api: Server, offer: bytes, apart: bool) -> None:
+    body = b'{"prompt": "\\nupgrade: x", "max_tokens": 3}'
+    head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\n%bcontent-length: %d\r\n" % (offer, len(body))
+    with api.raw() as connection:
+        for _ in range(2):  # the connection stays as it was
+            connection.sendall(head + b"\r\n" + (b"" if apart else body))
+            if apart:
+                time.sleep(0.05)  # so that the body comes in a packet of its own
+                connection.sendall(body)
+            received = b""
+            while not received.endswith(b"}"):
+                received += connection.recv(1 << 16) or b"}"
+            assert received.startswith(b"HTTP/1.1 200 OK")
+            assert b'"completion_tokens":3' in received
 
 
 @pytest.mark.parametrize("count", [2000, pytest.param(10_000, marks=pytest.mark.nightly)])

@@ -262,7 +262,9 @@ def test_not_http_at_all(server: Server, client: httpx.Client) -> None:
     good(client)
 
 
-@pytest.mark.parametrize("path", ["/", "/v1", "/v1/embeddings", "/v1/models/other", "/metrics/../v1/nothing"])
+@pytest.mark.parametrize(
+    "path", ["/", "/v1", "/health/", "/v1/completions/", "/v1/embeddings", "/v1/models/other", "/metrics/../v1/nothing"]
+)
 def test_unknown_routes(client: httpx.Client, path: str) -> None:
     assert client.get(path).status_code == 404
     assert set(client.get(path).json()["error"]) == {"message", "type", "param", "code"}

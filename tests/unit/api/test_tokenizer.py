@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import asyncio
 import json
+import threading
 from pathlib import Path
 
 import pytest
@@ -96,3 +98,25 @@ def test_token_bytes_of_sentencepiece_like_vocabularies() -> None:
     assert tokenizer.token_bytes(3 + 0xE4) == b"\xe4"
     assert tokenizer.token_bytes(SENTENCEPIECE.token_to_id("▁world")) == b" world"
     assert tokenizer.token_bytes(9999) == b""
+
+
+async def test_texts_that_no_context_bounds_hold_up_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`/tokenize` and `/detokenize` take megabytes: prompts do not queue behind them."""
+    tokenizer = load_tokenizer("tiny")
+    busy, free = threading.Event(), threading.Event()
+
+    def encode(text: str, *, add_special_tokens: bool) -> list[int]:
+        if text[0] == "x":
+            busy.set()
+            assert free.wait(10)
+        return [0]
+
+    monkeypatch.setattr(tokenizer, "encode", encode)
+    slow = [tokenizer.encode_all(["x" * 1000], add_special_tokens=True, aside=True) for _ in range(4)]
+    waiting = [asyncio.create_task(call) for call in slow]
+    await asyncio.to_thread(busy.wait, 10)
+    assert await tokenizer.encode_all(["y" * 1000], add_special_tokens=True) == [[0]]
+    assert await tokenizer.decode_async([65] * 1000, skip_special_tokens=False) == "A" * 1000
+    assert not any(task.done() for task in waiting)
+    free.set()
+    await asyncio.gather(*waiting)
