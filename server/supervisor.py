@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import math
 import os
 import selectors
 import shutil
@@ -40,7 +41,7 @@ from server.child import (
     StatusMessage,
 )
 from server.config import ServerConfig
-from server.errors import exhausted
+from server.errors import UserError, exhausted
 from server.listen import bind_socket
 from server.paths import cache_root
 from server.pulse import Pulse, create_pulse_fd
@@ -169,9 +170,10 @@ class Supervisor:
         """Start everything, serve until a signal or a death, stop everything.
 
         Returns 0 after a drain, 130/143 when interrupted during the start or twice, 2 when a child that was starting
-        reported something that the user can mend, else 1. Raises UserError when the port cannot be bound, or the
-        machine has no directory or descriptors to start with.
+        reported something that the user can mend, else 1. Raises UserError when the port cannot be bound, the machine
+        has no directory or descriptors to start with, or a value of the configuration makes no sense.
         """
+        _check_values(self.config)
         try:
             return self._run(on_ready)
         except OSError as error:
@@ -367,6 +369,20 @@ class Supervisor:
         for process in self._processes:
             process.popen.wait()
             process.close()
+
+
+def _check_values(config: ServerConfig) -> None:
+    """UserError for values that cannot be told to a process, or that nobody can mean."""
+    for flag, number in (
+        ("--shutdown-timeout", config.api.shutdown_timeout_s),
+        ("--cpu-kv-cache-gib", config.cache.cpu_kv_cache_gib),
+    ):
+        if not math.isfinite(number):
+            raise UserError(f"{flag} {number}: must be a finite number")
+    if not 0 <= config.model.seed < 1 << 63:
+        raise UserError(f"--seed {config.model.seed}: must be from 0 to {(1 << 63) - 1}")
+    if config.api.api_key == "":
+        raise UserError("--api-key is empty: no client could send it; give a key, or leave the flag out")
 
 
 def _url(listener: socket.socket) -> str:

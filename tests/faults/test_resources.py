@@ -241,6 +241,20 @@ def test_no_memory_for_the_cache() -> None:
     assert "--cpu-kv-cache-gib" in line
 
 
+@pytest.mark.parametrize(
+    ("flag", "value"),
+    [
+        ("--shutdown-timeout", "inf"),
+        ("--cpu-kv-cache-gib", "inf"),
+        ("--seed", "-1"),
+        ("--seed", str(1 << 63)),
+        ("--api-key", ""),
+    ],
+)
+def test_values_that_nobody_can_mean(flag: str, value: str) -> None:
+    assert flag in refusal(run((*SERVE, flag, value)))
+
+
 def test_memory_that_goes_while_it_serves(tmp_path: Path) -> None:
     """The worker can get no more from the kernel: the request hears why, and the server comes back."""
     # A first step of so many tokens takes more memory at once than the worker can have left over from its start.
