@@ -37,14 +37,14 @@ class Server:
         return self.log.read_text(errors="replace")
 
     def children(self) -> list[int]:
-        """Pids of the supervisor's direct children."""
+        """Pids of the supervisor's children that serve: not of the one that compiles Python's bytecode for a while."""
         path = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children")
-        return [int(pid) for pid in path.read_text().split()]
+        return [pid for pid in map(int, path.read_text().split()) if "server.byte_compile" not in _command(pid)]
 
     def child(self, module: str) -> int:
         """Pid of the child that runs `python -m <module>`."""
         for pid in self.children():
-            if module.encode() in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0"):
+            if module in _command(pid):
                 return pid
         raise AssertionError(f"no child runs {module}")
 
@@ -80,6 +80,14 @@ def start_server(
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
+
+
+def _command(pid: int) -> list[str]:
+    """The arguments of a process; none when it is gone."""
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_text(errors="replace").split("\0")
+    except OSError:
+        return []
 
 
 def gone(pids: list[int], timeout_s: float = 10.0) -> bool:
