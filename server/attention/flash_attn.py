@@ -2,7 +2,7 @@
 
 Decode batches go to the split-KV Triton kernel unless `--flash-decode native`: flash-attn-4 does not split a sequence's
 keys on Hopper, so few long sequences leave most of the card idle, and many do not make up for it. On an H200 (32 query
-and 8 key/value heads of 128, pages of 64) 1 x 4096 tokens take 13 us against 55, 64 x 1024 80 against 84, 256 x 512 163
+and 8 key/value heads of 128, pages of 64) 1 x 4096 tokens take 11 us against 55, 64 x 1024 69 against 84, 256 x 512 130
 against 221.
 
 Only Hopper (H200) has been measured. The other paths follow the packages' documented interfaces and are untested.

@@ -41,19 +41,19 @@ class PrefillConfig:
 MAX_SPLITS = 64
 """More splits than this gain nothing: the merge grows while a chunk is already shorter than the latency of a read."""
 
-# (padded head size, bytes per element) -> {upper bound of the number of sequences: config}. Two warps and five stages
-# read fastest at every batch size: the look-up of a page takes two of the stages, so that two tiles are on their way
-# while one is computed with (three or four stages leave one).
+# (padded head size, bytes per element) -> {upper bound of the number of sequences: config}. One warp to a program needs
+# no barrier between the two products of a tile, and tiles of few tokens let many programs share a multiprocessor, so
+# that some read while others begin or end: what large batches want. The look-up of a page takes two of the stages.
 DECODE_TABLE: dict[tuple[int, int], dict[int, DecodeConfig]] = {
     (64, 2): {
-        4: DecodeConfig(64, 2, 5, 132, 64),
-        16: DecodeConfig(64, 2, 5, 264, 256),
-        1 << 30: DecodeConfig(64, 2, 5, 528, 256, planned=True),
+        4: DecodeConfig(64, 1, 5, 264, 64),
+        16: DecodeConfig(64, 2, 7, 264, 256),
+        1 << 30: DecodeConfig(32, 1, 5, 264, 256, planned=True),
     },
     (128, 2): {
-        4: DecodeConfig(64, 2, 5, 132, 64),
-        16: DecodeConfig(64, 2, 5, 264, 256),
-        1 << 30: DecodeConfig(64, 2, 5, 528, 256, planned=True),
+        4: DecodeConfig(32, 1, 5, 264, 64),
+        16: DecodeConfig(64, 2, 7, 264, 256),
+        1 << 30: DecodeConfig(16, 1, 5, 264, 256, planned=True),
     },
     (256, 2): {8: DecodeConfig(32, 4, 5, 264, 64), 1 << 30: DecodeConfig(32, 4, 5, 528, 256, planned=True)},
     (64, 4): {1 << 30: DecodeConfig(32, 4, 2, 528, 64, planned=True)},
