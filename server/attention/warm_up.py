@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 
 from server.attention.base import AttentionMetadata, AttentionSpec
+
+if TYPE_CHECKING:
+    from server.layers.attention import Attention
 
 
 @dataclass(slots=True)
@@ -81,6 +85,21 @@ def synthetic_batch(
             seq_lens_cpu=lengths,
         ),
     )
+
+
+@torch.inference_mode()
+def warm_up_rotation(layer: Attention, spec: AttentionSpec) -> None:
+    """Compile the kernel between projection and attention of `layer`, and so of all layers, if it has one: for one
+    token, and for several, which lie a row of the merged projection apart."""
+    if layer.rotate_and_store is None:
+        return
+    heads = (spec.num_heads, spec.num_kv_heads, spec.num_kv_heads)
+    for count in (1, 2):
+        batch = synthetic_batch(spec, [count], [count])
+        merged = torch.zeros(count, sum(heads), spec.head_dim, dtype=spec.dtype, device=spec.device)
+        positions = torch.zeros(count, dtype=torch.int64, device=spec.device)
+        query, key, value = merged.split(heads, dim=1)
+        layer.rotate_and_store(query, key, value, positions, batch.kv_cache, batch.metadata.slot_mapping)
 
 
 def warm_up_batches(

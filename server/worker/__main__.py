@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 
 from server.child import Child, run_child
@@ -13,6 +14,9 @@ def main(child: Child) -> int:
     # take the cores from the API process, the engine and the client that share them: a step of a small model takes
     # ten times as long on two busy cores.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    # Importing torch and Inductor makes a million objects and hardly any garbage; to search them for it again and again
+    # takes a fifth of the time. `server.worker.worker.settle` lets Python collect from then on.
+    gc.disable()
     # The supervisor's end of the control pipe closing ends this process; the worker itself is stopped by the engine.
     child.watch_control(lambda message: None)
     if child.config.device != "cpu":

@@ -5,6 +5,7 @@ What lies there is loaded as machine code, so a directory that another user coul
 
 from __future__ import annotations
 
+import importlib
 import logging
 import os
 import stat
@@ -26,6 +27,20 @@ def use_kernel_cache(root: Path, fallback: Path) -> None:
     if _FLASH not in os.environ:
         os.environ[_FLASH] = str(_usable(root / "flash_attn_cute", fallback))
         os.environ[_FLASH_SWITCH] = "1"
+
+
+def hash_triton() -> None:
+    """Let Triton compute the key that stands for its own version. It hashes all of itself, libraries of hundreds of
+    megabytes included, and keeps the outcome, but threads that ask for it at the same time each compute it: call this
+    before kernels are compiled in several. Where Triton has the function elsewhere, nothing happens."""
+    for module in ("triton.runtime.cache", "triton.compiler.compiler"):
+        try:
+            compute = getattr(importlib.import_module(module), "triton_key", None)
+        except ImportError:
+            continue
+        if callable(compute):
+            compute()
+            return
 
 
 def _usable(directory: Path, fallback: Path) -> Path:

@@ -21,8 +21,9 @@ from server.worker.input_batch import InputBatch, StepRows
 from server.worker.input_buffers import InputBuffers
 from server.worker.logprobs import LogprobTensors, gather_logprobs
 from server.worker.prompt_logprobs import PromptLogprobs, PromptPart
-from server.worker.sampler import RandomRows, SamplingMetadata, greedy, sample
+from server.worker.sampler import sample
 from server.worker.sampling_state import SamplingState
+from server.worker.sampling_warm_up import random_rows
 
 if TYPE_CHECKING:
     from server.compilation.cudagraph import CudaGraphForward
@@ -270,34 +271,9 @@ class ModelRunner:
         hidden = self.dummy_run(self.max_num_tokens)
         logits = self.model.compute_logits(hidden[: self.max_num_seqs])
         logits.float().log_softmax(dim=-1)
-        sample(logits, *self._random_rows(len(logits), limited=True))
+        sample(logits, *random_rows(len(logits), self.model.config.vocab_size, self.device, limited=True))
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
-
-    @torch.inference_mode()
-    def warm_up_sampling(self) -> None:
-        """Sample in every way that has kernels of its own: logits as they are and after penalties, from all of the
-        vocabulary and from a part."""
-        logits = torch.zeros((2, self.model.config.vocab_size), dtype=self.dtype, device=self.device)
-        for form in (logits, logits.float()):
-            greedy(form).tolist()
-            for limited in (False, True):
-                sample(form.clone(), *self._random_rows(len(form), limited=limited)).tolist()
-
-    def _random_rows(self, count: int, *, limited: bool) -> tuple[SamplingMetadata, torch.Tensor]:
-        """Metadata of `count` rows that sample, and their positions."""
-        vocab = self.model.config.vocab_size
-        zeros = torch.zeros(count, dtype=torch.int64, device=self.device)
-        random = RandomRows(
-            rows=None,
-            temperature=torch.ones(count, device=self.device),
-            seeds=zeros,
-            top_k=zeros + vocab // 2 if limited else None,
-            top_p=torch.full((count,), 0.9, device=self.device) if limited else None,
-            min_p=None,
-            max_top_k=vocab // 2 if limited else vocab,
-        )
-        return SamplingMetadata(random=random), zeros
 
 
 def _no_samples(step_id: int) -> StepOutput:
