@@ -1,8 +1,10 @@
 """Put the kernels in the place of the layers' plain torch (see `server.layers.kernel_layer`).
 
 Eager mode gets all of them as plain Python functions: nothing traces the model, and a dispatch through torch's
-operators would cost each launch 3 us more. Compiled mode gets the projections, as an operator, and the rotary kernel,
-which writes the cache as well, inside the attention operator: Inductor fuses everything else into fewer kernels.
+operators would cost each launch 3 us more. Compiled mode gets projections and norms as operators, and the rotary
+kernel, which writes the cache as well, inside the attention operator. Inductor would fuse a norm with no more than the
+addition before it, as ours does; but ours is a link in the chain of dependent launches (`server.kernels.launch`), and
+reads whole vectors where Inductor assumes that an operator's result is not aligned.
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,6 +20,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from server.forward_context import get_forward_context
+from server.kernels import norm_op as _norm_op  # noqa: F401 - registers the operators
 from server.kernels.activation import silu_and_mul
 from server.kernels.embedding import embedding
 from server.kernels.gemv import MAX_ROWS, gemv, supports
@@ -28,7 +32,7 @@ from server.layers.attention import RotateAndStore
 from server.layers.kernel_layer import KernelFactory, install_kernels
 from server.layers.linear import Embedding, Linear
 from server.layers.norm import RMSNorm
-from server.models.decoder import FeedForward, SelfAttention
+from server.models.decoder import DecoderLayer, FeedForward, SelfAttention
 
 Forward = Callable[..., Any]
 
@@ -52,13 +56,11 @@ def install_eager_kernels(model: nn.Module) -> Counter[str]:
     return installed
 
 
-def install_compiled_kernels(model: nn.Module, *, norms: bool = False) -> Counter[str]:
-    """Replace the projections by `torch.ops.benchserve.linear` and `gated_linear`, and what lies between projection and
-    attention by the rotary kernel within the attention operator; with `norms` also the norms, which Inductor otherwise
-    fuses with their neighbours. Returns how many of each. For models that are compiled."""
-    factories: dict[str, KernelFactory] = {"linear": _linear_operator}
-    if norms:
-        factories["rms_norm"] = _rms_norm_operator
+def install_compiled_kernels(model: nn.Module) -> Counter[str]:
+    """Replace projections and norms by operators of `torch.ops.benchserve`, and what lies between projection and
+    attention by the rotary kernel within the attention operator. Returns how many of each. For models that are
+    compiled."""
+    factories: dict[str, KernelFactory] = {"linear": _linear_operator, "rms_norm": _rms_norm_operator}
     installed = install_kernels(model, factories)
     for module in model.modules():
         if isinstance(module, SelfAttention):
@@ -88,8 +90,6 @@ def _rms_norm(layer: RMSNorm) -> Forward:
 
 
 def _rms_norm_operator(layer: RMSNorm) -> Forward:
-    from server.kernels import norm_op as _norm_op  # noqa: F401 - registers the operators
-
     weight, eps = layer.weight, layer.eps
     norm, add_norm = torch.ops.benchserve.rms_norm.default, torch.ops.benchserve.add_rms_norm.default
 
@@ -212,8 +212,9 @@ def _norms(layer: SelfAttention) -> tuple[tuple[torch.Tensor, torch.Tensor] | No
 
 
 @torch.inference_mode()
-def warm_up_projections(model: nn.Module) -> None:
-    """Compile the kernels of every distinct projection of `model`: for one row, and for the several that share one."""
+def warm_up_layers(model: nn.Module) -> None:
+    """Compile the kernels of every distinct projection of `model`, for one row and for the several that share one, and
+    of its norms."""
     distinct: dict[tuple[torch.Size, bool, bool], tuple[Linear, Forward]] = {}
     for module in model.modules():
         gated = isinstance(module, FeedForward)
@@ -221,11 +222,16 @@ def warm_up_projections(model: nn.Module) -> None:
         if isinstance(layer, Linear) and supports(layer.weight):
             function = gated_linear if gated else linear
             distinct.setdefault((layer.weight.shape, layer.bias is not None, gated), (layer, function))
-
-    def run(task: tuple[Linear, Forward, int]) -> None:
-        layer, function, rows = task
-        function(layer.weight.new_zeros(rows, layer.in_features), layer.weight, layer.bias)
-
+    calls: list[Callable[[], Any]] = [
+        partial(function, layer.weight.new_zeros(rows, layer.in_features), layer.weight, layer.bias)
+        for layer, function in distinct.values()
+        for rows in (1, 2)
+    ]
+    # Norms of heads are part of the rotary kernel; the others are all of one size.
+    decoder_layer = next(module for module in model.modules() if isinstance(module, DecoderLayer))
+    weight, eps = decoder_layer.input_layernorm.weight, decoder_layer.input_layernorm.eps
+    hidden, residual = torch.zeros_like(weight)[None], torch.zeros_like(weight)[None]
+    calls += [partial(rms_norm, hidden, weight, eps), partial(add_rms_norm, hidden, residual, weight, eps)]
     # Triton compiles outside of the interpreter's lock for the most part.
-    with ThreadPoolExecutor(WARM_UP_THREADS, thread_name_prefix="projections") as pool:
-        list(pool.map(run, [(*pair, rows) for pair in distinct.values() for rows in (1, 2)]))
+    with ThreadPoolExecutor(WARM_UP_THREADS, thread_name_prefix="kernels") as pool:
+        list(pool.map(lambda call: call(), calls))

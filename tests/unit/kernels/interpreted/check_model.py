@@ -12,7 +12,9 @@ from server.attention.base import AttentionSpec
 from server.attention.triton_attn import TritonAttentionBackend
 from server.attention.warm_up import SyntheticBatch, synthetic_batch
 from server.forward_context import ForwardContext, set_forward_context
+from server.kernels import norm_op
 from server.kernels.install import install_compiled_kernels, install_eager_kernels
+from server.kernels.norm import add_rms_norm
 from server.models.config import ModelConfig
 from server.models.decoder import CausalLM, build_model
 
@@ -106,7 +108,21 @@ def test_profiling_without_a_cache_runs_and_is_finite() -> None:
 def test_compiled_kernels_replace_half_precision_projections_only() -> None:
     assert install_compiled_kernels(make_model(qk_norm=False, qkv_bias=False))["linear"] == 0
     half = make_model(qk_norm=False, qkv_bias=False).to(torch.bfloat16)
-    assert install_compiled_kernels(half) == {"linear": 2 * 4 + 1, "rotary": 2, "gated_linear": 2}
+    expected = {"linear": 2 * 4 + 1, "rms_norm": 2 * 2 + 1, "rotary": 2, "gated_linear": 2}
+    assert install_compiled_kernels(half) == expected
+
+
+def test_norms_in_a_graph_leave_their_arguments_alone() -> None:
+    x, residual, weight = torch.randn(3, 64), torch.randn(3, 64), torch.randn(64)
+    before = x.clone(), residual.clone()
+    out, total = norm_op._add_rms_norm(x, residual, weight, 1e-5)
+    assert torch.equal(x, before[0])
+    assert torch.equal(residual, before[1])
+    wanted, wanted_total = torch.ops.benchserve.add_rms_norm(x, residual, weight, 1e-5)
+    torch.testing.assert_close(out, wanted)
+    torch.testing.assert_close(total, wanted_total)
+    torch.testing.assert_close(add_rms_norm(x, residual, weight, 1e-5), (wanted, wanted_total))
+    assert torch.equal(residual, wanted_total)
 
 
 def test_linear_operator_traces_and_matches(monkeypatch: pytest.MonkeyPatch) -> None:
