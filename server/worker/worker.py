@@ -17,6 +17,7 @@ import zmq
 
 from server.attention import select_backend
 from server.attention.base import AttentionBackend, AttentionSpec
+from server.attention.warm_up import warm_up_rotation
 from server.child import Child, FailedMessage
 from server.compilation.counters import CompileCounters
 from server.errors import UserError, exhausted
@@ -28,10 +29,11 @@ from server.models.registry import ResolvedModel, resolve_model
 from server.paths import cache_root
 from server.worker import kv_cache
 from server.worker.device import GIB, init_device, memory_for, resolve_device, resolve_dtype, token_budget
-from server.worker.kernel_cache import use_kernel_cache
+from server.worker.kernel_cache import hash_triton, use_kernel_cache
 from server.worker.model_runner import ModelRunner
 from server.worker.results import ResultSender
 from server.worker.sampler import greedy
+from server.worker.sampling_warm_up import warm_up_sampling
 
 if TYPE_CHECKING:
     # Imported where they are needed: eager mode pays for neither Dynamo nor Inductor.
@@ -40,6 +42,15 @@ if TYPE_CHECKING:
     from server.compilation.graph_capture import GraphCapture
 
 logger = logging.getLogger(__name__)
+
+
+def settle() -> None:
+    """Collect garbage, and never look again at what is left: weights, modules and what was imported live as long as the
+    process. Otherwise each of the collections around the recording of CUDA Graphs goes through a million objects of
+    torch and Inductor, 0.2 s. Collecting by itself begins here: see `server.worker.__main__`."""
+    gc.collect()
+    gc.freeze()
+    gc.enable()
 
 
 class Worker:
@@ -72,6 +83,8 @@ class Worker:
             attributes.update(backend=backend.name, passed_over=reasons)
         self.child.flush_spans()
         model, compiler = self._load(resolved, budget, backend)
+        with self.timeline.span("settle"):
+            settle()
         forward = compiler.compiled.bind() if compiler is not None else None
         self.runner = ModelRunner(config, model, self.device, self.dtype, budget, forward)
         graphs = self._graph_capture(backend, forward)
@@ -183,6 +196,9 @@ class Worker:
 
     def _warm_up_kernels(self, model: CausalLM, backend: AttentionBackend) -> None:
         """Compile or load our own kernels in all forms that steps can ask for."""
+        if self.device.type == "cuda":
+            with self.timeline.span("kernels/triton-key", thread="kernels"):
+                hash_triton()
         with self.timeline.span("kernels/attention", thread="kernels"):
             backend.warm_up(sorted({1, self.config.scheduler.max_num_seqs}))
         if self.device.type == "cuda":
@@ -190,6 +206,10 @@ class Worker:
 
             with self.timeline.span("kernels/layers", thread="kernels"):
                 warm_up_layers(model)
+            with self.timeline.span("kernels/rotary", thread="kernels"):
+                warm_up_rotation(next(iter(model.attention_layers().values())), backend.spec)
+            with self.timeline.span("kernels/sampling", thread="kernels"):
+                warm_up_sampling(model.config.vocab_size, self.dtype, self.device)
 
     def _graph_capture(self, backend: AttentionBackend, forward: PlanExecutor | None) -> GraphCapture | None:
         """What captures CUDA Graphs; None where there are none."""
@@ -257,10 +277,8 @@ class Worker:
             # One sequence, but logits of as many as there are tokens: projections of one row have their own kernel.
             hidden = runner.dummy_run(num_tokens, num_seqs=1, attention=True)
             greedy(runner.model.compute_logits(hidden)).tolist()
-        runner.warm_up_sampling()
-        # Weights, caches and modules live as long as the process: do not trace them at every collection.
-        gc.collect()
-        gc.freeze()
+        warm_up_sampling(runner.model.config.vocab_size, self.dtype, self.device)
+        settle()
 
     def serve(self) -> NoReturn:
         """Connect to the engine, say ready, run steps until the supervisor ends this process."""
