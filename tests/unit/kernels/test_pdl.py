@@ -22,7 +22,7 @@ from server.kernels import activation, gemv, kv_write, launch, norm, paged_decod
 WAIT, START = "griddepcontrol.wait", "griddepcontrol.launch_dependents"
 HALF, FLOAT, INT, LONG = "*bf16", "*fp32", "*i32", "*i64"
 
-# By name, for the kernel with the most parameters; a name that it lacks is passed over.
+# By name: the kernel has too many to count.
 DECODE_TYPES = {
     "q_ptr": HALF, "kv_ptr": HALF, "block_table_ptr": INT, "query_start_loc_ptr": INT, "seq_lens_ptr": INT,
     "items_ptr": INT, "out_ptr": HALF, "partial_ptr": FLOAT, "stats_ptr": FLOAT, "counter_ptr": INT,
@@ -67,6 +67,7 @@ CASES: dict[str, tuple[Any, list[str], tuple[Any, ...], int]] = {
     ),
     "decode": decode_case(1),
     "decode in a mixed batch": decode_case(3, MIXED=True),
+    "decode of a plan": decode_case(0, PLANNED=True),
     "threshold": (sampling._threshold_kernel, [HALF, FLOAT, INT, FLOAT, FLOAT], (1024, 1024, 512), 0),
     "chunk": (
         sampling._chunk_argmax_kernel,
