@@ -10,9 +10,10 @@ alignment that the binary assumes. Arguments that are not aligned go the ordinar
 
 Programmatic dependent launch
 -----------------------------
-From compute capability 9.0 on, a kernel of a `Prebound(pdl=True)` may start while the kernel before it, in the stream
-or in the CUDA Graph, still runs: its programs take the room that ended ones leave, and read ahead what does not depend
-on their predecessors. (CUDA C++ Programming Guide, "Programmatic Dependent Launch and Synchronization"; PTX ISA,
+From compute capability 9.0 on, a kernel of a `Prebound(pdl=True)` in a CUDA Graph may start while the kernel before it
+still runs: its programs take the room that ended ones leave, and read ahead what does not depend on their predecessors.
+(One that is launched by itself may not: the host is what it waits for, and the host would take longer to launch it.)
+(CUDA C++ Programming Guide, "Programmatic Dependent Launch and Synchronization"; PTX ISA,
 `griddepcontrol`.) The rules for such a kernel:
 
 1. Every program, on every path to its end, calls `wait_for_earlier` before it first writes memory, and before it reads
@@ -33,6 +34,7 @@ on their predecessors. (CUDA C++ Programming Guide, "Programmatic Dependent Laun
 
 from __future__ import annotations
 
+import copy
 import functools
 import os
 from typing import Any, TypeVar
@@ -71,7 +73,7 @@ def wait_for_earlier(PDL: tl.constexpr):
 
 @functools.cache
 def uses_pdl(device: int) -> bool:
-    """Whether kernels that can are launched as programmatic dependents on a CUDA device: from compute capability 9.0
+    """Whether kernels that can are recorded as programmatic dependents on a CUDA device: from compute capability 9.0
     on, unless the environment variable BENCHCTL_PDL is 0. Fixed for the life of the process."""
     if INTERPRETED or torch.version.cuda is None or os.environ.get(_PDL_SWITCH) == "0":
         return False
@@ -95,7 +97,7 @@ class Prebound:
         self._constants = constants
         self._options = {"num_warps": num_warps, "num_stages": num_stages}
         self._pdl = pdl
-        self._bound: dict[int, tuple[Any, Any, Any, tuple[Any, ...]]] = {}
+        self._bound: dict[int, tuple[Any, Any, Any, Any, tuple[Any, ...]]] = {}
 
     def __call__(
         self, grid: tuple[int, int, int], tensors: tuple[torch.Tensor, ...], scalars: tuple[int | float, ...] = ()
@@ -113,7 +115,9 @@ class Prebound:
         if union & _ALIGNMENT_MASK:
             self._launch_by_triton(grid, tensors, scalars)
             return
-        run, function, metadata, constants = bound
+        run, run_dependent, function, metadata, constants = bound
+        if run_dependent is not None and torch._C._cuda_isCurrentStreamCapturing():
+            run = run_dependent
         run(
             *grid,
             torch._C._cuda_getCurrentRawStream(device),
@@ -140,7 +144,12 @@ class Prebound:
         compiled = self._kernel[grid](*tensors, *scalars, *constants, **options)
         if INTERPRETED or any(tensor.data_ptr() & _ALIGNMENT_MASK for tensor in tensors):
             return
-        self._bound[device] = (compiled.run, compiled.function, compiled.packed_metadata, constants)
+        run, run_dependent = compiled.run, None
+        if options is not self._options:
+            # One binary serves both: without the attribute of the launch, its waits are over at once.
+            run, run_dependent = copy.copy(run), run
+            run.launch_pdl = False
+        self._bound[device] = (run, run_dependent, compiled.function, compiled.packed_metadata, constants)
 
 
 def cached(function: F) -> F:

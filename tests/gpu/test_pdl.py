@@ -219,6 +219,7 @@ def test_the_option_arrives_at_the_launcher(device: torch.device, monkeypatch: p
         x = torch.randn(1, 1024, device=device, dtype=torch.bfloat16)
         gemv.gemv(x, weight, None)
         bound = gemv._bound(torch.bfloat16, 1024, 64, False, False, gemv.GEMV_TABLE[1])
-        run, _, _, constants = bound._bound[device.index]
+        run, run_dependent, _, _, constants = bound._bound[device.index]
         assert constants[-1] is True
-        assert run.launch_pdl
+        assert run_dependent.launch_pdl
+        assert not run.launch_pdl

@@ -49,7 +49,6 @@ CASES: dict[str, tuple[Any, list[str], tuple[Any, ...], int]] = {
     "gemv, long rows": (gemv._gemv_kernel, [HALF] * 4, (14336, 64, 1, 1024, 2, 4, True), 2),
     "gemv, ragged": (gemv._gemv_kernel, [HALF] * 4, (1096, 37, 2, 512, 2, 4, True), 2),
     "gated gemv": (gemv._gated_gemv_kernel, [HALF] * 4, (4096, 64, 1024, 4, 4, False), 8),
-    "skinny": (gemv._skinny_kernel, [*[HALF] * 4, "i32"], (600, 37, 16, 256, 16, 64, True, False), 0),
     "rms_norm": (norm._rms_norm_kernel, [HALF, HALF, HALF, "fp32"], (1024, 1, 1024, 1024), 1),
     "add_rms_norm": (norm._add_rms_norm_kernel, [*[HALF] * 5, "fp32"], (1024, 1024), 1),
     "rotary": (
@@ -113,7 +112,6 @@ def test_every_program_waits_before_it_touches_what_others_write(name: str) -> N
     assert not re.search(r"\b(st|red|atom)\.global\b", body)
     reads = len(re.findall(r"\bld\.global\S*", body))
     assert reads == CASES[name][3]
-    assert ("prefetch.global.L2" in body) == (name == "skinny")
 
 
 def test_the_cases_are_all_kernels_that_are_launched_so() -> None:
@@ -129,11 +127,10 @@ def test_weights_are_read_before_the_wait_and_x_after_it() -> None:
     assert (len(read.findall(before)), len(read.findall(after))) == (4, 4)
 
 
-@pytest.mark.parametrize("name", ["gemv", "skinny", "decode"])
+@pytest.mark.parametrize("name", ["gemv", "decode"])
 def test_older_devices_get_no_such_instruction(name: str) -> None:
     ptx = ptx_of(name, pdl=False)
     assert "griddepcontrol" not in ptx
-    assert "prefetch" not in ptx
 
 
 @pytest.fixture
