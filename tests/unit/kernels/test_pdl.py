@@ -165,14 +165,21 @@ def test_where_it_is_used(
 
 
 @pytest.mark.parametrize("used", [True, False])
-def test_both_ways_to_launch_pass_the_choice_on(used: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("capturing", [True, False])
+def test_both_ways_to_launch_pass_the_choice_on(used: bool, capturing: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
+
+    class Launcher:
+        launch_pdl = used
+
+        def __call__(self, *arguments: Any) -> None:
+            calls.append((arguments, {"launch_pdl": self.launch_pdl}))
 
     class Kernel:
         def __getitem__(self, grid: tuple[int, ...]) -> Any:
             def run(*arguments: Any, **options: Any) -> Any:
                 calls.append((arguments, options))
-                return SimpleNamespace(run=lambda *a: calls.append((a, {})), function=1, packed_metadata=2)
+                return SimpleNamespace(run=Launcher(), function=1, packed_metadata=2)
 
             return run
 
@@ -185,14 +192,16 @@ def test_both_ways_to_launch_pass_the_choice_on(used: bool, monkeypatch: pytest.
 
     monkeypatch.setattr(launch, "uses_pdl", lambda device: used)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 3, raising=False)
+    monkeypatch.setattr(torch._C, "_cuda_isCurrentStreamCapturing", lambda: capturing, raising=False)
     kernel = launch.Prebound(Kernel(), (7, 8), pdl=True)
     tensor: Any = Tensor()
     kernel((1, 1, 1), (tensor,), (5,))
     kernel((1, 1, 1), (tensor,), (5,))
-    (arguments, options), (again, _) = calls
+    (arguments, options), (again, later) = calls
     assert arguments == (tensor, 5, 7, 8, used)
     assert options.get("launch_pdl", False) is used
     assert again[-5:] == (4096, 5, 7, 8, used)
+    assert later["launch_pdl"] is (used and capturing)
 
 
 def test_inductors_own_way_is_off(monkeypatch: pytest.MonkeyPatch) -> None:
