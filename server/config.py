@@ -66,9 +66,8 @@ class CompilationOptions(msgspec.Struct, kw_only=True):
     cudagraph_mode: CudaGraphMode = "full_and_piecewise"
     cudagraph_capture_sizes: tuple[int, ...] | None = None
     custom_ops: Literal["auto", "on", "off"] = "auto"
-    """Hand-written kernels. auto: on CUDA, all of them in eager mode; when compiled those for projections, norms, and
-    rotary embedding with cache write, while Inductor makes the rest. on: the same, and an error where there is no CUDA
-    device. off: none."""
+    """Hand-written kernels on CUDA. auto: all of them in eager mode; when compiled those for projections and for rotary
+    embedding with cache write, while Inductor makes the rest. on: when compiled also the norms. off: none."""
     cache_dir: str | None = None
     """Root of the on-disk caches; None: `benchctl_cache_dir()`."""
 

@@ -111,7 +111,9 @@ def serve(
     ] = "split",
     custom_ops: Annotated[
         Literal["auto", "on", "off"],
-        typer.Option(help="Kernels of our own; `auto`: where there is CUDA.", rich_help_panel=_EXECUTION),
+        typer.Option(
+            help="Kernels of our own on CUDA; `auto`: what Inductor makes, it makes.", rich_help_panel=_EXECUTION
+        ),
     ] = "auto",
     cudagraph_mode: Annotated[
         c.CudaGraphMode, typer.Option(help="CUDA Graphs in compile mode.", rich_help_panel=_EXECUTION)

@@ -1,6 +1,7 @@
-"""`torch.ops.benchserve.rms_norm` and `add_rms_norm`: the norm kernels inside a compiled graph, opaque to Inductor.
+"""`torch.ops.benchserve.rms_norm` and `add_rms_norm`: the norm kernels inside a compiled graph (`--custom-ops on`).
 
-They return new tensors: a graph's values must not change.
+Opaque to Inductor, which otherwise fuses a norm with its neighbours. They return new tensors: a graph's values must
+not change.
 """
 
 from __future__ import annotations

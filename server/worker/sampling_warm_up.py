@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+
 import torch
 
 from server.worker.sampler import RandomRows, SamplingMetadata, greedy, sample
+
+_THREADS = 6
 
 
 @torch.inference_mode()
@@ -12,10 +16,19 @@ def warm_up_sampling(vocab_size: int, dtype: torch.dtype, device: torch.device) 
     """Sample in every way that has kernels of its own: logits as they are and after penalties, from all of the
     vocabulary and from a part."""
     logits = torch.zeros((2, vocab_size), dtype=dtype, device=device)
-    for form in (logits, logits.float()):
-        greedy(form).tolist()
-        for limited in (False, True):
+
+    @torch.inference_mode()
+    def run(form: torch.Tensor, limited: bool | None) -> None:
+        if limited is None:
+            greedy(form).tolist()
+        else:
             sample(form.clone(), *random_rows(len(form), vocab_size, device, limited=limited)).tolist()
+
+    # Triton compiles outside of the interpreter's lock for the most part.
+    with ThreadPoolExecutor(_THREADS, thread_name_prefix="sampling") as pool:
+        done = [pool.submit(run, form, way) for form in (logits, logits.float()) for way in (None, False, True)]
+        for future in done:
+            future.result()
 
 
 def random_rows(

@@ -7,6 +7,7 @@ import logging
 import os
 import tempfile
 import traceback
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -169,10 +170,11 @@ class Worker:
         """Put our Triton kernels in the place of the layers' plain torch."""
         from server.kernels.install import install_compiled_kernels, install_eager_kernels
 
-        if self.config.compilation.custom_ops == "off":
+        wanted = self.config.compilation.custom_ops
+        if wanted == "off":
             return
         if self.config.compilation.mode == "compile":
-            install_compiled_kernels(model)
+            install_compiled_kernels(model, norms=wanted == "on")
         else:
             install_eager_kernels(model)
 
@@ -195,21 +197,27 @@ class Worker:
         return memory_for("CUDA Graphs", cure, self.device)
 
     def _warm_up_kernels(self, model: CausalLM, backend: AttentionBackend) -> None:
-        """Compile or load our own kernels in all forms that steps can ask for."""
-        if self.device.type == "cuda":
-            with self.timeline.span("kernels/triton-key", thread="kernels"):
-                hash_triton()
-        with self.timeline.span("kernels/attention", thread="kernels"):
-            backend.warm_up(sorted({1, self.config.scheduler.max_num_seqs}))
+        """Compile or load our own kernels in all forms that steps can ask for, different kinds at once."""
+        kinds: dict[str, Callable[[], object]] = {
+            "attention": lambda: backend.warm_up(sorted({1, self.config.scheduler.max_num_seqs}))
+        }
         if self.device.type == "cuda":
             from server.kernels.install import warm_up_layers
 
-            with self.timeline.span("kernels/layers", thread="kernels"):
-                warm_up_layers(model)
-            with self.timeline.span("kernels/rotary", thread="kernels"):
-                warm_up_rotation(next(iter(model.attention_layers().values())), backend.spec)
-            with self.timeline.span("kernels/sampling", thread="kernels"):
-                warm_up_sampling(model.config.vocab_size, self.dtype, self.device)
+            with self.timeline.span("kernels/triton-key", thread="kernels"):
+                hash_triton()
+            options = self.config.compilation
+            norms = options.mode == "eager" or options.custom_ops == "on"
+            kinds["layers"] = lambda: warm_up_layers(model, norms=norms)
+            kinds["rotary"] = lambda: warm_up_rotation(next(iter(model.attention_layers().values())), backend.spec)
+            kinds["sampling"] = lambda: warm_up_sampling(model.config.vocab_size, self.dtype, self.device)
+
+        def run(kind: str) -> None:
+            with self.timeline.span(f"kernels/{kind}", thread=f"kernels-{kind}"):
+                kinds[kind]()
+
+        with ThreadPoolExecutor(len(kinds), thread_name_prefix="kernels") as pool:
+            list(pool.map(run, kinds))
 
     def _graph_capture(self, backend: AttentionBackend, forward: PlanExecutor | None) -> GraphCapture | None:
         """What captures CUDA Graphs; None where there are none."""
