@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import html
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,7 +16,7 @@ from typing import Any
 from reports import formatting
 from reports.metrics import METRICS, Metric, pick
 from reports.schema import CellResult, Distribution, StartupReport
-from reports.startup_phases import UNACCOUNTED, stacked_phases
+from reports.startup_phases import UNACCOUNTED, cache_misses, median_start, stacked_phases
 from reports.view import Group, Panel, Variant, View
 
 # Fixed hues for the backends of the bundled server; others follow in order of appearance.
@@ -31,6 +32,7 @@ _FEWEST_SECONDS = 5
 """A run below this has no course over time: its first and last seconds are partial."""
 
 _LATENCIES: dict[str, str] = {"ttft_s": "TTFT", "itl_s": "ITL", "tpot_s": "TPOT", "e2el_s": "E2EL"}
+_BEFORE_SETTING = re.compile(r"-(?=[a-z])")
 _PERCENTILE_TICKS = (50, 75, 90, 95, 99, 99.9)
 
 
@@ -104,13 +106,12 @@ class FigureMaker:
         for name, label in _LATENCIES.items():
             for group in groups:
                 traces = []
-                for cell in group.measured:
-                    assert cell.metrics is not None
-                    distribution: Distribution = getattr(cell.metrics, name)
-                    points = _supported_percentiles(distribution)
-                    trace = self._line(cell, [_tail(p) for p, _ in points], [v * 1e3 for _, v in points])
+                drawn = [(cell, _supported_percentiles(getattr(cell.metrics, name))) for cell in group.measured]
+                scale, unit = _seconds_scale([value for _, points in drawn for _, value in points])
+                for cell, points in drawn:
+                    trace = self._line(cell, [_tail(p) for p, _ in points], [v * scale for _, v in points])
                     trace["customdata"] = [f"p{p:g}" for p, _ in points]
-                    trace["hovertemplate"] = "%{customdata}: %{y:.4~g} ms<extra>%{fullData.name}</extra>"
+                    trace["hovertemplate"] = f"%{{customdata}}: %{{y:.4~g}} {unit}<extra>%{{fullData.name}}</extra>"
                     traces.append(trace)
                 last = max((x for trace in traces for x in trace["x"]), default=_tail(99.9))
                 axis = {
@@ -120,39 +121,47 @@ class FigureMaker:
                 }
                 views[_key(label, group.arrival, len(groups))] = {
                     "data": traces,
-                    "layout": {"xaxis": axis, "yaxis": {"title": {"text": "ms"}, "rangemode": "tozero"}},
+                    "layout": {"xaxis": axis, "yaxis": {"title": {"text": unit}, "rangemode": "tozero"}},
                 }
         controls = _controls(("Latency", list(_LATENCIES.values())), groups)
         return Figure(f"{panel.id}-percentiles", panel.title, "latency over percentile", views, controls, 300)
 
     def frontier(self, panel: Panel) -> Figure:
-        """Throughput against latency over the arrivals of a panel, one line per variant."""
+        """Throughput against latency over the arrivals of a panel, a line per variant and sweep, in order of load."""
         views = {}
         for metric in pick("ttft_p50_s", "ttft_p99_s", "tpot_p50_s", "e2el_p50_s"):
             traces = []
+            scale, unit = _scale(metric, [metric.read(cell) for cell in panel.measured])
+            hover = f"%{{customdata}}<br>%{{x:,.4~g}} tok/s, %{{y:.4~g}} {unit}<extra>%{{fullData.name}}</extra>"
             for variant in self.view.variants:
                 cells = [cell for cell in panel.measured if Variant.of(cell.config) == variant]
-                points = sorted(
-                    (x, y * 1e3, name)
-                    for cell in cells
-                    if (x := METRICS["output_tokens_per_s"].read(cell)) is not None
-                    and (y := metric.read(cell)) is not None
-                    for name in [panel.arrival_of(cell)]
-                )
+                points: list[tuple[float | None, float | None, str]] = []
+                before: str | None = None
+                for cell in sorted(cells, key=_load):
+                    x, y = METRICS["output_tokens_per_s"].read(cell), metric.read(cell)
+                    if x is None or y is None:
+                        continue
+                    sweep, _ = _load(cell)
+                    if before not in (None, sweep):
+                        points.append((None, None, ""))  # no line from one kind of arrivals to another
+                    before = sweep
+                    points.append((x, y * scale, panel.arrival_of(cell)))
                 if not points:
                     continue
                 trace = self._line(cells[0], [x for x, _, _ in points], [y for _, y, _ in points])
                 trace |= {
                     "mode": "lines+markers",
                     "customdata": [_label(name) for _, _, name in points],
-                    "hovertemplate": "%{customdata}<br>%{x:,.4~g} tok/s, %{y:.4~g} ms<extra>%{fullData.name}</extra>",
+                    "hovertemplate": hover,
+                    "connectgaps": False,
+                    "marker": {"symbol": "circle-open" if variant.mode == "eager" else "circle"},
                 }
                 traces.append(trace)
             views[metric.label] = {
                 "data": traces,
                 "layout": {
                     "xaxis": {"title": {"text": "output tok/s"}, "rangemode": "tozero"},
-                    "yaxis": {"title": {"text": "ms"}, "rangemode": "tozero"},
+                    "yaxis": {"title": {"text": unit}, "rangemode": "tozero"},
                 },
             }
         return Figure(
@@ -285,7 +294,7 @@ class FigureMaker:
             values = [None if cell is None else metric.read(cell) for cell in by_arrival]
             trace = self._bar(present[0], None, None, scale, horizontal=False)
             trace |= {
-                "x": [_label(group.arrival) for group in groups],
+                "x": [_tick(group.arrival) for group in groups],
                 "y": [None if value is None else value * scale for value in values],
             }
             if whisker:
@@ -314,7 +323,7 @@ class FigureMaker:
             trace[f"error_{axis}"] = _whisker([value], [whisker.read(cell)], scale)
         return trace
 
-    def _line(self, cell: CellResult, x: Sequence[float], y: Sequence[float | None]) -> dict[str, Any]:
+    def _line(self, cell: CellResult, x: Sequence[float | None], y: Sequence[float | None]) -> dict[str, Any]:
         variant = Variant.of(cell.config)
         return {
             "type": "scatter",
@@ -329,18 +338,6 @@ class FigureMaker:
     def _name(self, cell: CellResult) -> str:
         name = self.view.variant_label(cell.config)
         return name if cell.status == "ok" else f"{name} ({cell.status})"
-
-
-def median_start(cell: CellResult, kind: str) -> StartupReport | None:
-    """The start of `kind` whose time to the first token is the (upper) median."""
-    starts = [start for start in cell.startup if start.kind == kind and start.to_first_token_s is not None]
-    starts.sort(key=lambda start: start.to_first_token_s or 0.0)
-    return starts[len(starts) // 2] if starts else None
-
-
-def cache_misses(start: StartupReport) -> int:
-    """Phases that found nothing in the compile cache, of a server that says so."""
-    return sum(phase.attributes.get("cache") == "miss" for phase in start.phases)
 
 
 def order_phases(rows: Sequence[dict[str, float]]) -> list[str]:
@@ -384,8 +381,10 @@ def _supported_percentiles(distribution: Distribution) -> list[tuple[float, floa
 
 def _scale(metric: Metric, values: Sequence[float | None]) -> tuple[float, str]:
     """(factor, unit) for an axis: seconds become milliseconds unless the values are long."""
-    if metric.unit != "s":
-        return 1.0, metric.unit
+    return (1.0, metric.unit) if metric.unit != "s" else _seconds_scale(values)
+
+
+def _seconds_scale(values: Sequence[float | None]) -> tuple[float, str]:
     known = [value for value in values if value is not None]
     return (1.0, "s") if known and max(known) >= 10 else (1e3, "ms")
 
@@ -431,6 +430,18 @@ def _key(label: str, arrival: str, arrivals: int) -> str:
 
 def _controls(first: tuple[str, list[str]], groups: Sequence[Group]) -> list[tuple[str, list[str]]]:
     return [first, ("Arrival", [group.arrival for group in groups])] if len(groups) > 1 else [first]
+
+
+def _load(cell: CellResult) -> tuple[str, float]:
+    """(what its arrivals have in common with those of the same sweep, how much load they are)."""
+    arrival = cell.config.arrival
+    swept = next((key for key in ("rate", "concurrency") if isinstance(arrival.get(key), int | float)), "")
+    return repr(sorted((key, value) for key, value in arrival.items() if key != swept)), arrival.get(swept, 0.0)
+
+
+def _tick(arrival: str) -> str:
+    """An arrival's name below a bar, a line per setting: a long one would be turned and take the chart's room."""
+    return _BEFORE_SETTING.sub("<br>", _label(arrival))
 
 
 def _label(text: str) -> str:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import bisect
 
-from reports.schema import PhaseTime, StartupReport
+from reports.schema import CellResult, PhaseTime, StartupReport
 
 UNACCOUNTED = "unaccounted"
 _ORDER = ("worker", "engine", "api", "supervisor", "client")
@@ -65,3 +65,15 @@ def _rank(process: str) -> int:
 
 def _clip(value: float, end: float) -> float:
     return min(max(value, 0.0), end)
+
+
+def median_start(cell: CellResult, kind: str) -> StartupReport | None:
+    """The start of `kind` whose time to the first token is the (upper) median."""
+    starts = [start for start in cell.startup if start.kind == kind and start.to_first_token_s is not None]
+    starts.sort(key=lambda start: start.to_first_token_s or 0.0)
+    return starts[len(starts) // 2] if starts else None
+
+
+def cache_misses(start: StartupReport) -> int:
+    """Phases that found nothing in the compile cache, of a server that says so."""
+    return sum(phase.attributes.get("cache") == "miss" for phase in start.phases)

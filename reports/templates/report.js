@@ -22,7 +22,7 @@
       for (const key of ["error_x", "error_y"]) if (out[key]) out[key] = { ...out[key], color: color("soft") };
       return out;
     }
-    return { ...trace, line: { ...trace.line, color: hue }, marker: { size: 7, color: hue } };
+    return { ...trace, line: { ...trace.line, color: hue }, marker: { size: 7, color: hue, ...trace.marker } };
   }
 
   function draw(figure) {

@@ -360,6 +360,45 @@ def test_percentile_curves_end_where_the_sample_does() -> None:
     assert trace["customdata"][-1] == "p90"
 
 
+def arriving(name: str, rate: float, mode: str = "eager", **more: Any) -> CellResult:
+    result = samples.cell(mode, "TORCH_SDPA", rate)
+    result.config.arrival = {"name": name, "rate": rate, **more}
+    label = f"rate-{rate:g}" if name == "poisson" else f"{name}-rate-{rate:g}-burstiness-{more['burstiness']:g}"
+    result.cell_id = f"{result.cell_id.rpartition('/')[0]}/{label}"
+    return result
+
+
+def test_a_frontier_joins_the_loads_of_one_sweep_in_order_and_no_others() -> None:
+    view = View(only(arriving("gamma", 2.0, burstiness=0.25), arriving("poisson", 8.0), arriving("poisson", 2.0)))
+    (trace,) = FigureMaker(view).frontier(view.panels[0]).views["TTFT p50"]["data"]
+    names = ["gamma-rate-2-burstiness-0.25", "", "rate-2", "rate-8"]
+    assert trace["customdata"] == names
+    assert [x is None for x in trace["x"]] == [y is None for y in trace["y"]] == [not name for name in names]
+
+
+def test_points_that_no_line_joins_still_tell_the_modes_apart() -> None:
+    view = View(only(*(arriving("poisson", rate, mode) for rate in (2.0, 8.0) for mode in ("compile", "eager"))))
+    traces = FigureMaker(view).frontier(view.panels[0]).views["TTFT p50"]["data"]
+    assert [trace["marker"]["symbol"] for trace in traces] == ["circle", "circle-open"]
+
+
+def test_long_names_below_bars_take_lines_and_not_the_room_of_the_chart() -> None:
+    view = View(only(arriving("gamma", 2.0, burstiness=0.25), arriving("poisson", 2.0)))
+    (trace,) = FigureMaker(view).bars(view.panels[0], METRICS["ttft_p50_s"]).views[""]["data"]
+    assert trace["x"] == ["gamma<br>rate-2<br>burstiness-0.25", "rate-2"]
+
+
+def test_long_latencies_are_drawn_in_seconds() -> None:
+    result = samples.cell("eager", "TORCH_SDPA", 2.0)
+    assert result.metrics is not None
+    result.metrics.ttft_s = samples.distribution(25.0, 0.3)
+    view = View(only(result))
+    for figure, key in ((FigureMaker(view).percentiles, "TTFT"), (FigureMaker(view).frontier, "TTFT p50")):
+        drawn = figure(view.panels[0]).views[key]
+        assert drawn["layout"]["yaxis"]["title"]["text"] == "s"
+        assert 5 < min(drawn["data"][0]["y"]) < 30
+
+
 def test_a_comparison_names_what_differs_and_what_does_not() -> None:
     labels = {comparison.label for comparison in View(samples.matrix()).comparisons()}
     assert "compile vs eager · TRITON_ATTN" in labels
