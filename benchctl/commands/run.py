@@ -124,7 +124,11 @@ def run(
         ),
     ] = 0.005,
     tokenizer: Annotated[
-        str | None, typer.Option(help="Recounts tokens of a server without usage.", rich_help_panel=_CLIENT)
+        str | None,
+        typer.Option(
+            help="Counts text prompts (default: the model's), and output of a server without usage.",
+            rich_help_panel=_CLIENT,
+        ),
     ] = None,
     output: Annotated[Path, typer.Option("--output", "-o", help="Directory for results and reports.")] = Path(
         "benchctl-run"

@@ -218,8 +218,7 @@ def _bounded(arrival: dict[str, Any], duration: float | None, max_concurrency: i
 def _check_traffic(config: CellConfig, arrivals: list[dict[str, Any]]) -> None:
     """Find what is wrong with the arrivals and the workload's name before a server is started for them."""
     for arrival in arrivals:
-        if arrival.get("name") != "trace":
-            build_schedule(arrival, 1, config.seed)
+        build_schedule(arrival, 1, config.seed, timestamps_s=[0.0])
     if config.workload.get("name") not in ("sharegpt", "sharegpt-like"):
         # Those two may need the model's tokenizer, which is known only once the model is.
         workload = build_workload(config.workload, seed=config.seed, tokenizer=None)

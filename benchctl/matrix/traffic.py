@@ -58,7 +58,7 @@ class TrafficFactory:
     def build(self, config: CellConfig) -> Traffic:
         """Traffic of the next cell; notes when it repeats prompts of one before. Raises UserError."""
         self._note_local(config)
-        tokenizer = self._tokenizer(config.model)
+        tokenizer = self._tokenizer(config)
         spec = self._within_vocabulary(config)
         key = msgspec.json.encode((spec, config.seed, tokenizer.name if tokenizer else None), order="deterministic")
         if key not in self._workloads:
@@ -85,8 +85,13 @@ class TrafficFactory:
         here = config.engine != "url" or name in PRESETS or (models_dir() / name).is_dir() or Path(name).is_dir()
         self._local[name] = self._local.get(name, False) or (bool(name) and here)
 
-    def _tokenizer(self, model: str) -> TokenizerLike | None:
-        """The model's own tokenizer; None for a preset, or for a name that means something to an endpoint only."""
+    def _tokenizer(self, config: CellConfig) -> TokenizerLike | None:
+        """The one that the client was given, else the model's own; None for a preset, or for a name that means
+        something to an endpoint only.
+        """
+        if given := config.client.get("tokenizer"):
+            return load_tokenizer(str(given))
+        model = config.model
         if not self._local[model]:
             return None
         if model not in self._tokenizers:

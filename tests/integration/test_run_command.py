@@ -82,6 +82,25 @@ def test_a_timed_run_that_ends_early_says_so(tmp_path: Path) -> None:
     assert "of 600 s" in " ".join(result.output.split())
 
 
+def test_the_tokenizer_of_a_run_counts_its_prompts_too(tmp_path: Path) -> None:
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    words = Tokenizer(models.WordLevel({"?": 0}, unk_token="?"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    words.save(str(tmp_path / "tokenizer.json"))
+    turns = '[{"from": "human", "value": "a b c d e"}, {"from": "gpt", "value": "a b c d e f"}]'
+    (tmp_path / "chats.json").write_text(f'[{{"conversations": {turns}}}]')
+    workload = f"sharegpt:path={tmp_path / 'chats.json'}"
+    with running_mock() as mock:
+        argv = ("--url", mock.url, "--concurrency", "1", "-w", workload, "--workers", "1")
+        assert "--tokenizer" in str(run(*argv, output=tmp_path / "out").exception)
+        result = run(*argv, "--tokenizer", str(tmp_path), output=tmp_path / "out")
+    assert result.exit_code == 0, result.output
+    (cell,) = load_results(tmp_path / "out").results
+    assert cell.workload is not None
+    assert cell.workload.prompt_tokens_total == 5
+
+
 def test_two_runs_cannot_mix_their_records(tmp_path: Path) -> None:
     with running_mock() as mock, OutputLock(tmp_path):
         result = run("--url", mock.url, "--concurrency", "1", *SMALL, output=tmp_path)
@@ -197,6 +216,7 @@ URL = ("--url", "http://127.0.0.1:9")
         ((*URL, "--concurrency", "1", "--max-concurrency", "3"), "--max-concurrency is for open loops"),
         ((*URL, "--arrival", "poison:rate=1"), "did you mean `poisson`"),
         ((*URL, "--arrival", "poisson:rte=1"), "rate"),
+        ((*URL, "--arrival", "trace:speed=2", "-w", "trace:path=x"), "did you mean `speedup`"),
         ((*URL, "--rate", "1", "-w", "synthetik"), "did you mean `synthetic`"),
         ((*URL, "--rate", "1", "-w", "{"), "not a JSON object"),
         ((*URL, "--rate", "1", "--set", "input_len=-5"), "input_len"),
