@@ -74,6 +74,8 @@ class GraphRecorder:
             # Leaves the stream usable; the broken recording is reported by the error under way.
             with contextlib.suppress(RuntimeError):
                 graph.capture_end()
+            # A pool without graphs is gone with its last recording; graphs that there are keep theirs.
+            self.pool = torch.cuda.graph_pool_handle()
             raise
         graph.capture_end()
 

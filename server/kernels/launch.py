@@ -37,11 +37,14 @@ from __future__ import annotations
 import copy
 import functools
 import os
+import threading
+from types import ModuleType, SimpleNamespace
 from typing import Any, TypeVar
 
 import torch
 import triton
 import triton.language as tl
+import triton.runtime.build as triton_build
 
 INTERPRETED: bool = bool(triton.knobs.runtime.interpret)
 """Kernels run in Triton's interpreter (TRITON_INTERPRET=1): for tests, on CPU tensors, thousands of times slower."""
@@ -55,6 +58,30 @@ _PDL_SWITCH = "BENCHCTL_PDL"
 _PDL_CAPABILITY = (9, 0)
 
 F = TypeVar("F", bound=Any)
+
+
+def keep_extensions_apart(build: Any) -> None:
+    """Make `build`, Triton's module that compiles launchers, safe for threads.
+
+    Triton 3.6 loads every launcher as an extension module of the same name. Loaded a second time, such a module is the
+    one of that name that came last, filled with its own contents: a thread that has not yet taken its launcher out of
+    there gets another kernel's. So modules are loaded one at a time, and what is handed out is a copy. Newer versions
+    have one launcher for all kernels, and need nothing.
+    """
+    load = getattr(build, "_load_module_from_path", None)
+    if load is None or hasattr(load, "__wrapped__"):
+        return
+    lock = threading.Lock()
+
+    @functools.wraps(load)
+    def load_alone(*arguments: Any, **options: Any) -> ModuleType | SimpleNamespace:
+        with lock:
+            return SimpleNamespace(**vars(load(*arguments, **options)))
+
+    build._load_module_from_path = load_alone
+
+
+keep_extensions_apart(triton_build)
 
 
 @triton.jit
