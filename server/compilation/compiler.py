@@ -216,11 +216,14 @@ class ModelCompiler:
         """Import Inductor. On CPU it also has to find out which vector instructions work, by compiling and running
         small programs: they run beside the import and whatever follows until the returned function is called, which
         writes down what was found. What must last as long as Inductor is used goes on `stack`."""
-        # Everything that the probe needs is imported first, so that no two threads import the same modules.
         importlib.import_module("torch._inductor.codecache")
         wait = _nothing
         if self.device.type == "cpu":
             from torch._inductor.cpu_vec_isa import pick_vec_isa
+
+            # What the probe would import. Setuptools comes with it, which for a moment has one finder more in
+            # sys.meta_path: a thread that is looking for a module then may pass over the finder that would find it.
+            importlib.import_module("torch.utils.cpp_extension")
 
             from server.compilation.isa import known_results
 

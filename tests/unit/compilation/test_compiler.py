@@ -7,6 +7,8 @@ import json
 import logging
 import os
 import shutil
+import subprocess
+import sys
 import threading
 from pathlib import Path
 
@@ -174,3 +176,34 @@ def test_no_compiler_is_said_in_one_line(compiled: Compiled, tmp_path: Path, mon
     monkeypatch.setattr(module.factors_module, "cpp_compiler", lambda: None)
     with pytest.raises(UserError, match="no C\\+\\+ compiler is found"):
         make_compiler(compiled.model, compiled.cache, tmp_path).build()
+
+
+_IMPORTS = """
+import contextlib, sys, threading
+from pathlib import Path
+
+import torch
+
+from server.compilation.compiler import ModelCompiler
+
+
+class Watch:
+    def find_spec(self, name, path, target=None):
+        if threading.current_thread() is not threading.main_thread():
+            print(name, "in", threading.current_thread().name)
+
+
+compiler = object.__new__(ModelCompiler)
+compiler.device, compiler.directory = torch.device("cpu"), Path(sys.argv[1])
+with contextlib.ExitStack() as stack:
+    sys.meta_path.insert(0, Watch())
+    compiler._import_inductor(stack)()
+"""
+
+
+def test_the_isa_probe_imports_no_setuptools_in_its_thread(tmp_path: Path) -> None:
+    # Setuptools changes sys.meta_path as it is imported, and imports of other threads then fail, now and then.
+    environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "inductor")}
+    argv = [sys.executable, "-c", _IMPORTS, str(tmp_path)]
+    done = subprocess.run(argv, env=environment, capture_output=True, text=True, check=True)
+    assert not [line for line in done.stdout.splitlines() if "setuptools" in line]
