@@ -54,6 +54,13 @@ def run(compiled: Compiled, compiler: ModelCompiler) -> torch.Tensor:
         return compiler.compiled.bind()(ids, ids)
 
 
+def test_loops_between_products_run_on_one_thread(compiled: Compiled) -> None:
+    sources = list((entry_of(compiled, compiled.cache) / "inductor").rglob("*.cpp"))
+    assert sources
+    for source in sources:
+        assert "omp parallel" not in source.read_text(), "waking the pool takes longer than a decode step's loop"
+
+
 @pytest.mark.usefixtures("no_compiling")
 def test_a_warm_start_runs_neither_dynamo_nor_inductor(compiled: Compiled, tmp_path: Path) -> None:
     before = (utils.counters["frames"]["total"], len(utils.compilation_time_metrics.get("compile_fx_inner", ())))
