@@ -44,16 +44,20 @@ MAX_SPLITS = 64
 # (padded head size, bytes per element) -> {upper bound of the number of sequences: config}. One warp to a program needs
 # no barrier between the two products of a tile, and tiles of few tokens let many programs share a multiprocessor, so
 # that some read while others begin or end: what large batches want. The look-up of a page takes two of the stages.
+# Sequences of different lengths, which batches of real traffic have, want more and smaller pieces than equal ones.
 DECODE_TABLE: dict[tuple[int, int], dict[int, DecodeConfig]] = {
     (64, 2): {
         4: DecodeConfig(64, 1, 5, 264, 64),
-        16: DecodeConfig(64, 2, 7, 264, 256),
-        1 << 30: DecodeConfig(32, 1, 5, 264, 256, planned=True),
+        16: DecodeConfig(32, 1, 5, 528, 256),
+        64: DecodeConfig(64, 1, 5, 264, 256, planned=True),
+        1 << 30: DecodeConfig(32, 1, 5, 2112, 256, planned=True),
     },
     (128, 2): {
         4: DecodeConfig(32, 1, 5, 264, 64),
-        16: DecodeConfig(64, 2, 7, 264, 256),
-        1 << 30: DecodeConfig(16, 1, 5, 264, 256, planned=True),
+        16: DecodeConfig(16, 1, 5, 528, 256),
+        32: DecodeConfig(32, 1, 5, 264, 128, planned=True),
+        64: DecodeConfig(64, 2, 7, 264, 256, planned=True),
+        1 << 30: DecodeConfig(16, 1, 5, 2112, 256, planned=True),
     },
     (256, 2): {8: DecodeConfig(32, 4, 5, 264, 64), 1 << 30: DecodeConfig(32, 4, 5, 528, 256, planned=True)},
     (64, 4): {1 << 30: DecodeConfig(32, 4, 2, 528, 64, planned=True)},
