@@ -78,8 +78,8 @@ def _settings(**settings: Any) -> Iterator[None]:
         "autotune_local_cache": True,
         "autotune_remote_cache": False,
         # Loops between the products run on one thread on a CPU. Inductor would open a parallel region for each, however
-        # few the tokens, and to wake the pool for it takes longer than a decode step's loop: 51 ms a token against 40 on
-        # two cores (SmolLM2-135M). The products, which are nearly all of the work, keep all threads.
+        # few the tokens, and waking the pool for it takes longer than a decode step's loop: 51 ms a token against 40
+        # on two cores (SmolLM2-135M). The products, which are nearly all of the work, keep all threads.
         "cpp.threads": 1,
         **settings,
     }
