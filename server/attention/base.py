@@ -7,7 +7,7 @@ N = blocks of the KV cache, P = tokens per block ("page size").
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import ClassVar, Literal
 
 import torch
@@ -57,8 +57,40 @@ class AttentionMetadata:
     """Upper bound of `seq_lens`; for a captured graph the bound is the model length."""
     query_start_loc_cpu: torch.Tensor
     seq_lens_cpu: torch.Tensor
-    decode_plan: tuple[bool, torch.Tensor] | None = None
+    num_decodes: int = 0
+    """So many sequences at the front bring one token each. Of a mixed batch: the scheduler puts them there."""
+    decode_plan: tuple[bool, torch.Tensor] | None = field(default=None, init=False)
     """What the first layer has worked out for all of them, and whether that was under capture: a backend's own."""
+    _parts: tuple[AttentionMetadata, AttentionMetadata] | None = field(default=None, init=False)
+
+    def split(self) -> tuple[AttentionMetadata, AttentionMetadata]:
+        """The decodes at the front, and the other sequences; both count rows as the whole batch does, so that the
+        others' `query_start_loc` begins with `num_decodes`. Made once for all layers."""
+        if self._parts is None:
+            count = self.num_decodes
+            decodes = replace(
+                self,
+                num_tokens=count,
+                num_seqs=count,
+                query_start_loc=self.query_start_loc[: count + 1],
+                seq_lens=self.seq_lens[:count],
+                block_table=self.block_table[:count],
+                max_query_len=1,
+                query_start_loc_cpu=self.query_start_loc_cpu[: count + 1],
+                seq_lens_cpu=self.seq_lens_cpu[:count],
+            )
+            others = replace(
+                self,
+                num_seqs=self.num_seqs - count,
+                query_start_loc=self.query_start_loc[count:],
+                seq_lens=self.seq_lens[count:],
+                block_table=self.block_table[count:],
+                query_start_loc_cpu=self.query_start_loc_cpu[count:],
+                seq_lens_cpu=self.seq_lens_cpu[count:],
+                num_decodes=0,
+            )
+            self._parts = decodes, others
+        return self._parts
 
 
 class AttentionBackend(ABC):

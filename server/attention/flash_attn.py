@@ -1,9 +1,9 @@
 """FLASH_ATTN: flash-attn-4 on Hopper and Blackwell, flash-attn 2.x on Ampere and Ada.
 
-Decode batches go to the split-KV Triton kernel unless `--flash-decode native`: flash-attn-4 does not split a sequence's
-keys on Hopper, so few long sequences leave most of the card idle, and many do not make up for it. On an H200 (32 query
-and 8 key/value heads of 128, pages of 64) 1 x 4096 tokens take 11 us against 55, 64 x 1024 69 against 84, 256 x 512 130
-against 221.
+Decodes, also those at the front of a mixed batch, go to the split-KV Triton kernel unless `--flash-decode native`:
+flash-attn-4 does not split a sequence's keys on Hopper, so few long sequences leave most of the card idle, and many do
+not make up for it. On an H200 (32 query and 8 key/value heads of 128, pages of 64) 1 x 4096 tokens take 11 us against
+55, 64 x 1024 68 against 84, 256 x 512 130 against 221.
 
 Only Hopper (H200) has been measured. The other paths follow the packages' documented interfaces and are untested.
 """
@@ -12,15 +12,13 @@ from __future__ import annotations
 
 import importlib.util
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 import torch
 
 from server.attention import flash_attn_2, flash_attn_cute
 from server.attention.base import AttentionBackend, AttentionMetadata, AttentionSpec
-
-if TYPE_CHECKING:
-    from server.attention.triton_attn import TritonAttentionBackend
+from server.attention.triton_attn import TritonAttentionBackend, takes_decodes, zero_padding
 
 MAX_HEAD_DIM = 256
 
@@ -88,7 +86,11 @@ class FlashAttentionBackend(AttentionBackend):
         is_decode = metadata.max_query_len <= 1
         if is_decode and self._split is not None:
             self._split.decode(query, kv_cache, metadata, scale, output)
+            zero_padding(output, num_seqs)
             return
+        if self._split is not None and takes_decodes(metadata):
+            decodes, metadata = metadata.split()
+            self._split.decode(query, kv_cache, decodes, scale, output)
         key_cache, value_cache = self._key_value_views(kv_cache)
         covered = metadata.num_tokens
         if is_decode and output.shape[0] >= num_seqs:
@@ -126,8 +128,7 @@ class FlashAttentionBackend(AttentionBackend):
                 scale,
                 output[rows],
             )
-        if output.shape[0] > covered:
-            output[covered:].zero_()
+        zero_padding(output, covered)
 
     def _key_value_views(self, kv_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The two halves of a layer's cache; indexing costs 5 us, and there are only as many caches as layers."""
@@ -145,7 +146,7 @@ class FlashAttentionBackend(AttentionBackend):
             split = pool.submit(self._split.warm_up, metadata_sizes) if self._split is not None else None
             # Twice: the first call through flash-attn-4 finds the function that the second and all later ones call.
             built = self._cute is not None and self._cute.is_built()
-            for batch in warm_up_batches(self.spec, [1], [2], 2) if built else ():
+            for batch in warm_up_batches(self.spec, [1], [2]) if built else ():
                 self.forward(batch.query, batch.kv_cache, batch.metadata, 1.0, batch.output)
                 self.write_kv(batch.key, batch.value, batch.kv_cache, batch.metadata.slot_mapping)
             if split is not None:
@@ -162,8 +163,6 @@ def _split_backend(spec: AttentionSpec) -> TritonAttentionBackend | None:
     """The Triton backend whose decode kernel is borrowed, or None if it may not or cannot run."""
     if spec.flash_decode == "native" or importlib.util.find_spec("triton") is None:
         return None
-    from server.attention.triton_attn import TritonAttentionBackend
-
     if TritonAttentionBackend.why_unavailable(spec) is not None:
         return None
     return TritonAttentionBackend(spec)

@@ -18,13 +18,20 @@ SUPPORTED_BLOCK_SIZES = (16, 32, 64, 128, 256)
 SUPPORTED_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 MAX_HEAD_DIM = 256
 
+FEW_DECODES = 8
 LONG_DECODE = 2048
-"""Mixed batches with a sequence at least this long give their one-token queries to the split-KV kernel (a second
-launch): in the unified kernel one program per key/value head would walk the whole sequence alone."""
+"""So many decodes at the front of a mixed batch, or any if a sequence is this long, go to the split-KV kernel (a second
+launch). A kernel for prompts has one program per key/value head walk a decode's whole sequence alone, with nearly all
+rows of its tile empty."""
+
+
+def takes_decodes(metadata: AttentionMetadata) -> bool:
+    """Whether the decodes at the front of a mixed batch are worth a launch of the split-KV kernel."""
+    return metadata.num_decodes >= (1 if metadata.max_seq_len >= LONG_DECODE else FEW_DECODES)
 
 
 class TritonAttentionBackend(AttentionBackend):
-    """Decode batches run the split-KV kernel, all others the unified variable-length kernel.
+    """Decodes run the split-KV kernel, all else the unified variable-length kernel.
 
     Both read block tables, lengths and query offsets on the device, so any batch of the captured size can be replayed
     in a CUDA Graph.
@@ -75,8 +82,12 @@ class TritonAttentionBackend(AttentionBackend):
     ) -> None:
         if metadata.max_query_len <= 1:
             self.decode(query, kv_cache, metadata, scale, output)
+            zero_padding(output, metadata.seq_lens.shape[0])
             return
-        split_decodes = metadata.max_seq_len >= LONG_DECODE and metadata.num_seqs > 1
+        first_seq = 0
+        if takes_decodes(metadata):
+            first_seq = metadata.num_decodes
+            self.decode(query, kv_cache, metadata.split()[0], scale, output)
         self._prefill(
             query,
             kv_cache,
@@ -87,10 +98,8 @@ class TritonAttentionBackend(AttentionBackend):
             query.shape[0],
             scale,
             output,
-            skip_decodes=split_decodes,
+            first_seq=first_seq,
         )
-        if split_decodes:
-            self.decode(query, kv_cache, metadata, scale, output, mixed=True)
         zero_padding(output, metadata.num_tokens)
 
     def decode(
@@ -100,42 +109,29 @@ class TritonAttentionBackend(AttentionBackend):
         metadata: AttentionMetadata,
         scale: float,
         output: torch.Tensor,
-        *,
-        mixed: bool = False,
     ) -> None:
-        """Attend the one-token queries of a batch by split-KV; a pure decode batch unless `mixed`."""
-        num_seqs = metadata.seq_lens.shape[0] if mixed else min(metadata.seq_lens.shape[0], query.shape[0])
+        """Attend a batch of decodes by split-KV: sequence b is row b. Rows past the sequences are left alone."""
+        num_seqs = min(metadata.seq_lens.shape[0], query.shape[0])
         config = decode_config(self._padded_head_dim, query.element_size(), num_seqs)
         self._decode(
             query,
             kv_cache,
             metadata.block_table,
-            metadata.query_start_loc,
             metadata.seq_lens,
             metadata.max_seq_len,
             scale,
             output,
             self._scratch,
-            mixed=mixed,
             config=config,
-            plan=self._plan_of(metadata, num_seqs, config, mixed) if config.planned else None,
+            plan=self._plan_of(metadata, num_seqs, config) if config.planned else None,
         )
-        if not mixed:
-            zero_padding(output, metadata.seq_lens.shape[0])
 
-    def _plan_of(self, metadata: AttentionMetadata, num_seqs: int, config: DecodeConfig, mixed: bool) -> torch.Tensor:
+    def _plan_of(self, metadata: AttentionMetadata, num_seqs: int, config: DecodeConfig) -> torch.Tensor:
         """The batch's plan, made by the first layer: a graph must make its own, so that it serves other lengths."""
         capturing = self.spec.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
         made = metadata.decode_plan
         if made is None or made[0] != capturing:
-            plan = self._make_plan(
-                metadata.seq_lens[:num_seqs],
-                metadata.query_start_loc,
-                self.spec.num_kv_heads,
-                self.spec.max_num_seqs,
-                config,
-                mixed=mixed,
-            )
+            plan = self._make_plan(metadata.seq_lens[:num_seqs], self.spec.num_kv_heads, self.spec.max_num_seqs, config)
             made = metadata.decode_plan = (capturing, plan)
         return made[1]
 
@@ -156,7 +152,7 @@ class TritonAttentionBackend(AttentionBackend):
 
         # Triton compiles outside of the interpreter's lock for the most part.
         with ThreadPoolExecutor(WARM_UP_THREADS, thread_name_prefix="attention") as pool:
-            list(pool.map(run, warm_up_batches(self.spec, sizes, query_lens, LONG_DECODE)))
+            list(pool.map(run, warm_up_batches(self.spec, sizes, query_lens)))
         if self.spec.device.type == "cuda":
             torch.cuda.synchronize(self.spec.device)
 

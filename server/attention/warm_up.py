@@ -83,6 +83,7 @@ def synthetic_batch(
             max_seq_len=max(seq_lens) if max_seq_len is None else max_seq_len,
             query_start_loc_cpu=start,
             seq_lens_cpu=lengths,
+            num_decodes=next((i for i, n in enumerate(query_lens) if n != 1), len(query_lens)),
         ),
     )
 
@@ -102,15 +103,9 @@ def warm_up_rotation(layer: Attention, spec: AttentionSpec) -> None:
         layer.rotate_and_store(query, key, value, positions, batch.kv_cache, batch.metadata.slot_mapping)
 
 
-def warm_up_batches(
-    spec: AttentionSpec, sizes: list[int], query_lens: list[int], long: int
-) -> Iterator[SyntheticBatch]:
-    """Small batches that reach every launch configuration: decode at each size, alone and in a mixed batch with a
-    stated bound of `long` tokens; queries of each length, with short sequences and with that bound."""
+def warm_up_batches(spec: AttentionSpec, sizes: list[int], query_lens: list[int]) -> Iterator[SyntheticBatch]:
+    """Small batches that reach every launch configuration: decodes of each size, queries of each length."""
     for size in sizes:
         yield synthetic_batch(spec, [1] * size, [2] * size)
-        if size > 1:
-            yield synthetic_batch(spec, [*[1] * (size - 1), 2], [2] * size, max_seq_len=long)
     for query_len in query_lens:
-        for bound in (query_len, long):
-            yield synthetic_batch(spec, [1, query_len], [2, query_len], max_seq_len=max(bound, query_len))
+        yield synthetic_batch(spec, [1, query_len], [2, query_len])

@@ -17,13 +17,12 @@ from server.kernels.attention_config import MAX_SPLITS, DecodeConfig
 from server.kernels.launch import Prebound, cached, next_power_of_2
 
 FIELDS = 8
-"""int32 per item: sequence (-1: none), row of the query, first token, end, split, splits of the sequence, 2 unused."""
+"""int32 per item: sequence (-1: none), first token, end, split, splits of the sequence, 3 unused."""
 
 
 @triton.jit(do_not_specialize=["num_seqs", "num_items", "further", "min_chunk"])
 def _plan_kernel(
     seq_lens_ptr,
-    query_start_loc_ptr,
     items_ptr,
     num_seqs,
     num_items,
@@ -34,18 +33,11 @@ def _plan_kernel(
     BLOCK_N: tl.constexpr,
     MAX_SPLITS: tl.constexpr,
     FIELDS: tl.constexpr,
-    MIXED: tl.constexpr,
 ):
     """One program. Chunks of at least total / further tokens are num_seqs + further in number at most."""
     seqs = tl.arange(0, BLOCK_B)
     present = seqs < num_seqs
     lens = tl.load(seq_lens_ptr + seqs, mask=present, other=0)
-    rows = seqs
-    if MIXED:
-        rows = tl.load(query_start_loc_ptr + seqs, mask=present, other=0)
-        ends = tl.load(query_start_loc_ptr + seqs + 1, mask=present, other=0)
-        present = present & (ends - rows == 1)
-        lens = tl.where(present, lens, 0)
     chunk = tl.maximum(tl.cdiv(tl.sum(lens, 0), further), tl.cdiv(tl.max(lens, 0), MAX_SPLITS))
     chunk = tl.maximum(chunk, min_chunk)
     # Equal parts of whole tiles; rounding up may make one part fewer. A sequence of length 0 keeps one, which is empty.
@@ -57,19 +49,18 @@ def _plan_kernel(
         mine = split < parts
         item = items_ptr + (first + split) * FIELDS
         tl.store(item, seqs, mask=mine)
-        tl.store(item + 1, rows, mask=mine)
-        tl.store(item + 2, split * size, mask=mine)
-        tl.store(item + 3, tl.minimum((split + 1) * size, lens), mask=mine)
-        tl.store(item + 4, tl.zeros_like(seqs) + split, mask=mine)
-        tl.store(item + 5, parts, mask=mine)
+        tl.store(item + 1, split * size, mask=mine)
+        tl.store(item + 2, tl.minimum((split + 1) * size, lens), mask=mine)
+        tl.store(item + 3, tl.zeros_like(seqs) + split, mask=mine)
+        tl.store(item + 4, parts, mask=mine)
     offs = tl.arange(0, BLOCK_ITEMS)
     unused = (offs >= tl.sum(parts, 0)) & (offs < num_items)
     tl.store(items_ptr + offs * FIELDS, tl.full((BLOCK_ITEMS,), -1, dtype=tl.int32), mask=unused)
 
 
 @cached
-def _bound(num_seqs_bound: int, num_items_bound: int, block_n: int, mixed: bool) -> Prebound:
-    constants = (num_seqs_bound, num_items_bound, block_n, MAX_SPLITS, FIELDS, mixed)
+def _bound(num_seqs_bound: int, num_items_bound: int, block_n: int) -> Prebound:
+    constants = (num_seqs_bound, num_items_bound, block_n, MAX_SPLITS, FIELDS)
     return Prebound(_plan_kernel, constants, num_warps=4, num_stages=1)
 
 
@@ -78,26 +69,16 @@ def num_items(config: DecodeConfig, num_seqs: int, num_kv_heads: int) -> int:
     return num_seqs + -(-config.target_programs // num_kv_heads)
 
 
-def plan_decode(
-    seq_lens: torch.Tensor,
-    query_start_loc: torch.Tensor,
-    num_kv_heads: int,
-    max_num_seqs: int,
-    config: DecodeConfig,
-    *,
-    mixed: bool,
-) -> torch.Tensor:
+def plan_decode(seq_lens: torch.Tensor, num_kv_heads: int, max_num_seqs: int, config: DecodeConfig) -> torch.Tensor:
     """The items (num_items, FIELDS) int32 of a batch, for `paged_decode` with the same arguments.
 
-    With `mixed`, only sequences whose query is one token long get items. `max_num_seqs` is the most that any batch of
-    this server has: it selects the binary, so that there is one for all batches.
+    `max_num_seqs` is the most that any batch of this server has: it selects the binary, so that there is one for all
+    batches.
     """
     num_seqs = seq_lens.shape[0]
     count = num_items(config, num_seqs, num_kv_heads)
     items = torch.empty((count, FIELDS), dtype=torch.int32, device=seq_lens.device)
     bounds = next_power_of_2(max_num_seqs), next_power_of_2(num_items(config, max_num_seqs, num_kv_heads))
-    kernel = _bound(*bounds, config.block_n, mixed)
-    kernel(
-        (1, 1, 1), (seq_lens, query_start_loc, items), (num_seqs, count, count - num_seqs, config.min_chunk)
-    )  # fmt: skip
+    kernel = _bound(*bounds, config.block_n)
+    kernel((1, 1, 1), (seq_lens, items), (num_seqs, count, count - num_seqs, config.min_chunk))
     return items

@@ -43,7 +43,6 @@ def _decode_kernel(
     q_ptr,
     kv_ptr,
     block_table_ptr,
-    query_start_loc_ptr,
     seq_lens_ptr,
     items_ptr,
     out_ptr,
@@ -71,7 +70,6 @@ def _decode_kernel(
     MERGE_SPLITS: tl.constexpr,
     FIELDS: tl.constexpr,
     PLANNED: tl.constexpr,
-    MIXED: tl.constexpr,
     UPCAST: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -83,11 +81,10 @@ def _decode_kernel(
         wait_for_earlier(PDL)
         fields = items_ptr + item * FIELDS
         seq = tl.load(fields)
-        row = tl.load(fields + 1)
-        start = tl.load(fields + 2)
-        end = tl.load(fields + 3)
-        split = tl.load(fields + 4)
-        num_splits = tl.load(fields + 5)
+        start = tl.load(fields + 1)
+        end = tl.load(fields + 2)
+        split = tl.load(fields + 3)
+        num_splits = tl.load(fields + 4)
         first_part = item - split
         if seq < 0:
             return
@@ -95,17 +92,9 @@ def _decode_kernel(
         seq = tl.program_id(1)
         split = tl.program_id(2)
         max_splits = tl.num_programs(2)
-        # Lengths and offsets are inputs of the step. Every program waits, also one that has nothing to do.
+        # Lengths are inputs of the step. Every program waits, also one that has nothing to do.
         seq_len = tl.load(seq_lens_ptr + seq)
-        if MIXED:
-            row = tl.load(query_start_loc_ptr + seq)
-            query_len = tl.load(query_start_loc_ptr + seq + 1) - row
-            wait_for_earlier(PDL)
-            if query_len != 1:
-                return
-        else:
-            row = seq
-            wait_for_earlier(PDL)
+        wait_for_earlier(PDL)
         chunk = tl.cdiv(tl.cdiv(seq_len, max_splits), BLOCK_N) * BLOCK_N
         chunk = tl.maximum(chunk, MIN_CHUNK)
         start = split * chunk
@@ -120,12 +109,13 @@ def _decode_kernel(
     d_mask = offs_d < HEAD_DIM
     io_mask = (offs_g < GROUP)[:, None] & d_mask[None, :]
     io_offsets = (kv_head * GROUP + offs_g)[:, None] * HEAD_DIM + offs_d[None, :]
-    q = tl.load(q_ptr + row.to(tl.int64) * q_stride8 * 8 + io_offsets, mask=io_mask, other=0.0)
-    out_pointers = out_ptr + row.to(tl.int64) * out_stride8 * 8 + io_offsets
+    row = seq.to(tl.int64)
+    q = tl.load(q_ptr + row * q_stride8 * 8 + io_offsets, mask=io_mask, other=0.0)
+    out_pointers = out_ptr + row * out_stride8 * 8 + io_offsets
 
     k_base = kv_ptr + kv_head * HEAD_STRIDE
     v_base = k_base + v_offset16 * 16
-    table = block_table_ptr + seq.to(tl.int64) * block_table_stride
+    table = block_table_ptr + row * block_table_stride
     positions = tl.zeros((BLOCK_G,), dtype=tl.int32) + (end - 1)
     acc = tl.zeros((BLOCK_G, BLOCK_D), dtype=tl.float32)
     row_max = tl.full((BLOCK_G,), float("-inf"), dtype=tl.float32)
@@ -183,7 +173,7 @@ def _decode_kernel(
                 mask=some_mask[:, :, None] & part_mask[None, :, :], other=0.0, cache_modifier=".cg",
             )  # fmt: skip
             merged += tl.sum(read * tl.exp2(peaks - top[None, :])[:, :, None], 0)
-        out_row = out_ptr + row.to(tl.int64) * out_stride8 * 8 + kv_head * (GROUP * HEAD_DIM)
+        out_row = out_ptr + row * out_stride8 * 8 + kv_head * (GROUP * HEAD_DIM)
         tl.store(out_row + part_offsets, (merged / total[:, None]).to(out_ptr.dtype.element_ty), mask=part_mask)
 
 
@@ -222,7 +212,6 @@ def _bound(
     head_dim: int,
     page: int,
     cache_strides: tuple[int, ...],
-    mixed: bool,
     config: DecodeConfig,
 ) -> Prebound:
     group = num_heads // num_kv_heads
@@ -230,7 +219,7 @@ def _bound(
     merge_splits = max(1, min(16, _MERGE_ELEMENTS // (block_q * block_d)))
     constants = (
         num_kv_heads, group, head_dim, page, *cache_strides, max(16, block_q), block_d, config.block_n,
-        0 if config.planned else config.min_chunk, block_q, MAX_SPLITS, merge_splits, FIELDS, config.planned, mixed,
+        0 if config.planned else config.min_chunk, block_q, MAX_SPLITS, merge_splits, FIELDS, config.planned,
         INTERPRETED,
     )  # fmt: skip
     return Prebound(_decode_kernel, constants, num_warps=config.num_warps, num_stages=config.num_stages, pdl=True)
@@ -243,25 +232,23 @@ def paged_decode(
     query: torch.Tensor,
     kv_cache: torch.Tensor,
     block_table: torch.Tensor,
-    query_start_loc: torch.Tensor,
     seq_lens: torch.Tensor,
     max_seq_len: int,
     scale: float,
     output: torch.Tensor,
     scratch: DecodeScratch,
     *,
-    mixed: bool = False,
     config: DecodeConfig | None = None,
     plan: torch.Tensor | None = None,
 ) -> None:
     """Attend one query token per sequence; query and output (T, H, D), cache (2, N, P, K, D), contiguous inside a row.
 
-    Row b of query and output belongs to sequence b; rows of sequences with length 0 are set to zero. With `mixed`,
-    sequences whose query is one token long are served where `query_start_loc` says, and the others are left alone.
-    A `plan` that `plan_decode` made of the same batch serves all layers; without one it is made here if it is needed.
+    Row b of query and output belongs to sequence b; rows of sequences with length 0 are set to zero, rows past the
+    last sequence are left alone. A `plan` that `plan_decode` made of the same batch serves all layers; without one it
+    is made here if it is needed.
     """
-    # Without `mixed`, row b is sequence b: a length beyond the rows belongs to no row.
-    num_seqs = seq_lens.shape[0] if mixed else min(seq_lens.shape[0], query.shape[0])
+    # A length beyond the rows belongs to no row.
+    num_seqs = min(seq_lens.shape[0], query.shape[0])
     num_heads, head_dim = query.shape[1], query.shape[2]
     page, num_kv_heads = kv_cache.shape[2], kv_cache.shape[3]
     if config is None:
@@ -270,15 +257,13 @@ def paged_decode(
         grid = (num_kv_heads, num_seqs, decode_splits(config, num_seqs, num_kv_heads, max_seq_len))
     else:
         if plan is None:
-            plan = plan_decode(
-                seq_lens[:num_seqs], query_start_loc, num_kv_heads, scratch.max_num_seqs, config, mixed=mixed
-            )
+            plan = plan_decode(seq_lens[:num_seqs], num_kv_heads, scratch.max_num_seqs, config)
         grid = (num_kv_heads, plan.shape[0], 1)
-    kernel = _bound(query.dtype, num_heads, num_kv_heads, head_dim, page, kv_cache.stride()[1:4], mixed, config)
+    kernel = _bound(query.dtype, num_heads, num_kv_heads, head_dim, page, kv_cache.stride()[1:4], config)
     kernel(
         grid,
         (
-            query, kv_cache, block_table, query_start_loc, seq_lens, seq_lens if plan is None else plan, output,
+            query, kv_cache, block_table, seq_lens, seq_lens if plan is None else plan, output,
             scratch.partial, scratch.stats, scratch.counter,
         ),
         (scale * LOG2_E, kv_cache.stride(0) // 16, block_table.stride(0), query.stride(0) // 8, output.stride(0) // 8),

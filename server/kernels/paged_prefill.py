@@ -19,7 +19,7 @@ from server.kernels.paged_decode import LOG2_E
 from server.kernels.paged_tiles import attend_tile
 
 
-@triton.jit(do_not_specialize=["v_offset16", "block_table_stride", "q_stride8", "out_stride8", "num_seqs"])
+@triton.jit(do_not_specialize=["v_offset16", "block_table_stride", "q_stride8", "out_stride8", "first_seq", "num_seqs"])
 def _prefill_kernel(
     q_ptr,
     kv_ptr,
@@ -32,6 +32,7 @@ def _prefill_kernel(
     block_table_stride,
     q_stride8,
     out_stride8,
+    first_seq,
     num_seqs,
     NUM_KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
@@ -44,27 +45,26 @@ def _prefill_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    SKIP_DECODES: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
     kv_head = tl.program_id(0)
     tile = tl.num_programs(1) - 1 - tl.program_id(1)
-    # Sequence s owns the tiles from query_start_loc[s] // BLOCK_Q + s on; the last such s is ours.
-    low = 0
+    # Sequence s of those from `first_seq` on owns the tiles from (rows of theirs before it) // BLOCK_Q + (sequences of
+    # theirs before it) on; the last such s is ours.
+    first_row = tl.load(query_start_loc_ptr + first_seq)
+    low = first_seq
     high = num_seqs
     while low < high:
         middle = (low + high) // 2
-        if tl.load(query_start_loc_ptr + middle) // BLOCK_Q + middle <= tile:
+        if (tl.load(query_start_loc_ptr + middle) - first_row) // BLOCK_Q + middle - first_seq <= tile:
             low = middle + 1
         else:
             high = middle
     seq = low - 1
     query_start = tl.load(query_start_loc_ptr + seq)
     query_len = tl.load(query_start_loc_ptr + seq + 1) - query_start
-    first_query = (tile - (query_start // BLOCK_Q + seq)) * BLOCK_Q
+    first_query = (tile - ((query_start - first_row) // BLOCK_Q + seq - first_seq)) * BLOCK_Q
     if first_query >= query_len:
-        return
-    if SKIP_DECODES and query_len == 1:
         return
     context = tl.load(seq_lens_ptr + seq) - query_len
     last_query = tl.minimum(first_query + BLOCK_Q, query_len)
@@ -112,7 +112,6 @@ def _bound(
     head_dim: int,
     page: int,
     cache_strides: tuple[int, ...],
-    skip_decodes: bool,
     config: PrefillConfig,
 ) -> tuple[Prebound, int]:
     group = num_heads // num_kv_heads
@@ -120,7 +119,7 @@ def _bound(
     block_m = max(config.block_m, triton.next_power_of_2(group))
     constants = (
         num_kv_heads, group, head_dim, page, *cache_strides, block_m // group, block_m,
-        padded_head_dim(head_dim), config.block_n, skip_decodes, INTERPRETED,
+        padded_head_dim(head_dim), config.block_n, INTERPRETED,
     )  # fmt: skip
     kernel = Prebound(_prefill_kernel, constants, num_warps=config.num_warps, num_stages=config.num_stages)
     return kernel, block_m // group
@@ -137,13 +136,13 @@ def paged_prefill(
     scale: float,
     output: torch.Tensor,
     *,
-    skip_decodes: bool = False,
+    first_seq: int = 0,
     config: PrefillConfig | None = None,
 ) -> None:
     """Attend the last tokens of each sequence causally; query and output (T, H, D), cache (2, N, P, K, D).
 
-    Writes the rows that `query_start_loc` covers and no other; `num_tokens` bounds them. With `skip_decodes`,
-    sequences whose query is one token long are left to `paged_decode(mixed=True)`.
+    Writes the rows that `query_start_loc` covers from sequence `first_seq` on and no other; `num_tokens` bounds them.
+    The sequences before, of one token each, are left to `paged_decode`.
     """
     num_seqs = seq_lens.shape[0]
     num_heads, head_dim = query.shape[1], query.shape[2]
@@ -151,11 +150,9 @@ def paged_prefill(
     if config is None:
         rows = max_query_len * (num_heads // num_kv_heads)
         config = prefill_config(padded_head_dim(head_dim), query.element_size(), rows)
-    kernel, block_q = _bound(
-        query.dtype, num_heads, num_kv_heads, head_dim, page, kv_cache.stride()[1:4], skip_decodes, config
-    )
+    kernel, block_q = _bound(query.dtype, num_heads, num_kv_heads, head_dim, page, kv_cache.stride()[1:4], config)
     kernel(
-        (num_kv_heads, num_tokens // block_q + num_seqs, 1),
+        (num_kv_heads, (num_tokens - first_seq) // block_q + num_seqs - first_seq, 1),
         (query, kv_cache, block_table, query_start_loc, seq_lens, output),
         (
             scale * LOG2_E,
@@ -163,6 +160,7 @@ def paged_prefill(
             block_table.stride(0),
             query.stride(0) // 8,
             output.stride(0) // 8,
+            first_seq,
             num_seqs,
         ),
     )

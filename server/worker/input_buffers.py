@@ -101,6 +101,7 @@ class InputBuffers:
         padded_seqs: int,
         max_query_len: int,
         max_seq_len: int,
+        num_decodes: int = 0,
     ) -> AttentionMetadata:
         """Metadata over the buffers' fronts of the padded sizes."""
         return AttentionMetadata(
@@ -114,6 +115,7 @@ class InputBuffers:
             max_seq_len=max_seq_len,
             query_start_loc_cpu=self.query_start_loc.host[: padded_seqs + 1],
             seq_lens_cpu=self.seq_lens.host[:padded_seqs],
+            num_decodes=num_decodes,
         )
 
     def dummy_metadata(self, num_tokens: int, num_seqs: int, max_seq_len: int | None = None) -> AttentionMetadata:

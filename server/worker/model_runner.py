@@ -192,6 +192,7 @@ class ModelRunner:
             padded_seqs=shape.num_seqs,
             max_query_len=max_query_len,
             max_seq_len=self.max_model_len if shape.cudagraph_mode == "full" else max_seq_len,
+            num_decodes=int((rows.num_scheduled != 1).argmax()) if max_query_len > 1 else num_seqs,
         )
         return _Prepared(rows, shape, metadata, sampling, last_tokens, positions, batch_rows)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 from benchctl.kernelbench import reference
 from benchctl.kernelbench.attention_cases import SMALL_CHECK_LAYOUTS, Layout, check_cases, poison
 from benchctl.kernelbench.case import relative_error, tolerance
+from server.attention.base import AttentionMetadata
 from server.attention.triton_attn import LONG_DECODE, TritonAttentionBackend
 from server.attention.warm_up import SyntheticBatch, synthetic_batch
 from server.kernels.attention_config import DecodeConfig, decode_splits
@@ -87,7 +89,6 @@ def test_any_number_of_splits_gives_the_same(target_programs: int, stated_bound:
             batch.query,
             batch.kv_cache,
             meta.block_table,
-            meta.query_start_loc,
             meta.seq_lens,
             stated_bound,
             0.125,
@@ -99,13 +100,36 @@ def test_any_number_of_splits_gives_the_same(target_programs: int, stated_bound:
         assert not scratch.counter.any()
 
 
-def test_long_decodes_of_a_mixed_batch_go_to_split_kv() -> None:
+@pytest.mark.parametrize(
+    ("query_lens", "seq_lens", "bound", "taken"),
+    [
+        ([1, 5, 1], [90, 8, 3], LONG_DECODE, 1),
+        ([1, 1, 1, 70, 2], [33, 1, 16, 75, 2], LONG_DECODE, 3),
+        ([1] * 9 + [3, 17], [*range(1, 10), 40, 17], 40, 9),
+        ([1] * 7 + [3], [2] * 7 + [3], 3, 0),
+        ([5, 1], [8, 90], LONG_DECODE, 0),
+    ],
+)
+def test_decodes_at_the_front_of_a_mixed_batch_go_to_split_kv(
+    query_lens: list[int], seq_lens: list[int], bound: int, taken: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     layout = Layout(4, 2, 64, 16)
-    batch = poisoned_batch(layout, [1, 5, 1], [90, 8, 3])
-    stated = replace(batch.metadata, max_seq_len=LONG_DECODE)
-    backend = TritonAttentionBackend(layout.spec(CPU, torch.float32, 8))
-    backend.forward(batch.query, batch.kv_cache, stated, 0.125, batch.output)
-    assert error_of(batch, 0.125) < tolerance(torch.float32, interpreted=True)
+    batch = poisoned_batch(layout, query_lens, seq_lens)
+    backend = TritonAttentionBackend(layout.spec(CPU, torch.float32, 16))
+    sizes = []
+    decode = backend.decode
+
+    def noted(query: torch.Tensor, kv_cache: torch.Tensor, metadata: AttentionMetadata, *rest: Any) -> None:
+        sizes.append(metadata.num_seqs)
+        decode(query, kv_cache, metadata, *rest)
+
+    monkeypatch.setattr(backend, "decode", noted)
+    stated = replace(batch.metadata, max_seq_len=bound)
+    for _ in range(2):  # two layers
+        batch.output.fill_(NAN)
+        backend.forward(batch.query, batch.kv_cache, stated, 0.125, batch.output)
+        assert error_of(batch, 0.125) < tolerance(torch.float32, interpreted=True)
+    assert sizes == [taken, taken][: 2 * bool(taken)]
 
 
 def test_queries_may_be_a_slice_of_the_merged_projection() -> None:
@@ -149,29 +173,21 @@ def test_splits_stay_within_the_scratch() -> None:
     st.integers(1, 3),
     st.integers(1, 40),
     st.sampled_from([16, 48]),
-    st.booleans(),
 )
-def test_a_plan_covers_every_token_once(
-    lengths: list[int], kv_heads: int, target: int, min_chunk: int, mixed: bool
-) -> None:
+def test_a_plan_covers_every_token_once(lengths: list[int], kv_heads: int, target: int, min_chunk: int) -> None:
     config = DecodeConfig(16, 4, 1, target, min_chunk, planned=True)
-    query_lens = [1 + (mixed and i % 2) for i in range(len(lengths))]
-    starts = torch.tensor([0, *query_lens], dtype=torch.int32).cumsum(0, dtype=torch.int32)
     seq_lens = torch.tensor(lengths, dtype=torch.int32)
-    items = plan_decode(seq_lens, starts, kv_heads, 8, config, mixed=mixed)
+    items = plan_decode(seq_lens, kv_heads, 8, config)
     assert len(items) == num_items(config, len(lengths), kv_heads)
     used = [item for item in items.tolist() if item[0] >= 0]
     assert all(item[0] == -1 for item in items.tolist()[len(used) :])
     for seq, length in enumerate(lengths):
         own = [item for item in used if item[0] == seq]
-        if query_lens[seq] != 1:
-            assert not own
-            continue
         # In order and next to each other, so that a part's place tells where those of its sequence lie.
-        assert [item[4] for item in own] == list(range(len(own)))
+        assert [item[3] for item in own] == list(range(len(own)))
         assert [used.index(item) for item in own] == list(range(used.index(own[0]), used.index(own[0]) + len(own)))
-        assert own[0][2] == 0
-        assert own[-1][3] == length
-        assert all(before[3] == after[2] for before, after in itertools.pairwise(own))
-        assert all(item[1] == starts[seq] and item[5] == len(own) for item in own)
-        assert all(item[3] > item[2] or length == 0 for item in own)
+        assert own[0][1] == 0
+        assert own[-1][2] == length
+        assert all(before[2] == after[1] for before, after in itertools.pairwise(own))
+        assert all(item[4] == len(own) for item in own)
+        assert all(item[2] > item[1] or length == 0 for item in own)
