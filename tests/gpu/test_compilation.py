@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from server.sampling_params import SamplingParams
-from tests.gpu.workers import (
+from tests.gpu.in_process_worker import (
     FAMILIES,
     MAX_NUM_SEQS,
     TOKEN_BUDGET,
@@ -81,8 +81,6 @@ def test_no_batch_compiles_after_readiness(tmp_path: Path) -> None:
                 driver.add(name, list(range(length)), sampling)
             driver.step(dict(zip(names, lengths, strict=True)))
             driver.step(dict.fromkeys(names, 1))
-            for name in names:
-                driver.drop(name)
             forget(driver)
         assert (worker.counters.num_compilations, worker.counters.num_jit_events) == (0, 0)
     finally:

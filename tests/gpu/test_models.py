@@ -7,16 +7,18 @@ decode path over tokens that are known, so that rounding cannot send two runs do
 from __future__ import annotations
 
 import random
+from pathlib import Path
+from typing import Literal
 
 import msgspec
 import pytest
 import torch
 
-from server.config import BackendName, CudaGraphMode, Mode
+from server.config import BackendName, CudaGraphMode, DtypeName, Mode
 from server.models import registry
 from server.sampling_params import SamplingParams
 from server.worker.worker import Worker
-from tests.gpu.worker import forget, start_worker
+from tests.gpu.in_process_worker import forget, start_worker
 from tests.unit.worker.harness import Driver
 
 MODELS = {
@@ -52,8 +54,33 @@ def _presets(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(scope="module")
-def cache_dir(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return str(tmp_path_factory.mktemp("compiled"))
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("compiled")
+
+
+def start(
+    cache: Path,
+    model: str,
+    mode: Mode,
+    backend: BackendName,
+    dtype: DtypeName = "bfloat16",
+    graphs: CudaGraphMode = "full_and_piecewise",
+    custom_ops: Literal["auto", "off"] = "auto",
+) -> Worker:
+    return start_worker(
+        cache,
+        model,
+        mode=mode,
+        backend=backend,
+        dtype=dtype,
+        cudagraph_mode=graphs,
+        custom_ops=custom_ops,
+        max_model_len=None,
+        sizes=(1, 4, 16, 64),
+        num_blocks=96,
+        max_num_seqs=16,
+        token_budget=512,
+    )
 
 
 def prompt_logprobs(worker: Worker, steps: str) -> torch.Tensor:
@@ -77,19 +104,17 @@ def prompt_logprobs(worker: Worker, steps: str) -> torch.Tensor:
         for entry in result.prompt_logprobs.get(name, [])
         if entry is not None
     ]
-    forget(worker, list(PROMPTS))
+    forget(driver)
     return torch.tensor(values)
 
 
 @pytest.fixture(scope="module", params=list(MODELS))
-def wanted(request: pytest.FixtureRequest, cache_dir: str) -> tuple[str, torch.Tensor]:
+def wanted(request: pytest.FixtureRequest, cache: Path) -> tuple[str, torch.Tensor]:
     """The model's name and its log-probabilities in fp32, by plain torch on the card."""
     name = request.param
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(registry.PRESETS, name, MODELS[name])
-        worker = start_worker(
-            name, mode="eager", backend="TORCH_SDPA", cache_dir=cache_dir, custom_ops="off", dtype="float32"
-        )
+        worker = start(cache, name, "eager", "TORCH_SDPA", "float32", custom_ops="off")
         values = prompt_logprobs(worker, "whole")
     assert len(values) == sum(len(prompt) - 1 for prompt in PROMPTS.values())
     return name, values
@@ -97,12 +122,12 @@ def wanted(request: pytest.FixtureRequest, cache_dir: str) -> tuple[str, torch.T
 
 @pytest.mark.parametrize(("backend", "mode", "graphs"), RUNS, ids="-".join)
 def test_log_probabilities(
-    backend: BackendName, mode: Mode, graphs: CudaGraphMode, wanted: tuple[str, torch.Tensor], cache_dir: str
+    backend: BackendName, mode: Mode, graphs: CudaGraphMode, wanted: tuple[str, torch.Tensor], cache: Path
 ) -> None:
     name, expected = wanted
     if backend == "FLASH_ATTN":
         pytest.importorskip("flash_attn.cute")
-    worker = start_worker(name, mode=mode, backend=backend, cache_dir=cache_dir, cudagraph_mode=graphs)
+    worker = start(cache, name, mode, backend, graphs=graphs)
     for steps in ("whole", "chunks", "tokens"):
         got = prompt_logprobs(worker, steps)
         assert got.isfinite().all()
@@ -112,9 +137,9 @@ def test_log_probabilities(
 
 
 @pytest.mark.parametrize("mode", ["eager", "compile"])
-def test_generates_the_same_in_any_batch(mode: Mode, cache_dir: str) -> None:
+def test_generates_the_same_in_any_batch(mode: Mode, cache: Path) -> None:
     """Requests that come and go, greedy and seeded: each gets the tokens that it gets alone, in fp32."""
-    worker = start_worker("tiny", mode=mode, backend="TRITON_ATTN", cache_dir=cache_dir, dtype="float32")
+    worker = start(cache, "tiny", mode, "TRITON_ATTN", "float32")
     sampling = {
         name: SamplingParams(max_tokens=12, temperature=temperature, seed=5, top_k=top_k, top_p=top_p, logprobs=2)
         for name, (temperature, top_k, top_p) in zip(
@@ -129,7 +154,7 @@ def test_generates_the_same_in_any_batch(mode: Mode, cache_dir: str) -> None:
         driver.add(name, prompt, sampling[name])
         driver.generate(12)
         alone[name] = driver.tokens[name]
-        forget(worker, [name])
+        forget(driver)
     together = Driver(worker.runner, seed=9)
     for name, prompt in PROMPTS.items():
         together.add(name, prompt, sampling[name])

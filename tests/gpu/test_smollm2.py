@@ -8,11 +8,11 @@ import pytest
 import torch
 from tokenizers import Tokenizer
 
-from server.config import BackendName, Mode
+from server.config import BackendName, DtypeName, Mode
 from server.models.registry import models_dir
 from server.sampling_params import SamplingParams
 from server.worker.worker import Worker
-from tests.gpu.worker import forget, start_worker
+from tests.gpu.in_process_worker import forget, start_worker
 from tests.unit.worker.harness import Driver
 
 FOLDER = models_dir() / "smollm2-135m"
@@ -30,9 +30,19 @@ pytestmark = [
 ]
 
 
-def start(backend: BackendName, mode: Mode, dtype: str, cache: Path) -> Worker:
+def start(backend: BackendName, mode: Mode, dtype: DtypeName, cache: Path) -> Worker:
     return start_worker(
-        str(FOLDER), mode=mode, backend=backend, cache_dir=str(cache), dtype=dtype, load_format="safetensors"
+        cache,
+        FOLDER,
+        mode=mode,
+        backend=backend,
+        dtype=dtype,
+        load_format="safetensors",
+        max_model_len=None,
+        sizes=(1, 4, 16, 64),
+        num_blocks=96,
+        max_num_seqs=16,
+        token_budget=512,
     )
 
 
@@ -44,7 +54,7 @@ def generate(worker: Worker) -> list[list[int]]:
         driver.add(str(i), prompt, SamplingParams(max_tokens=TOKENS, temperature=0.0))
     driver.generate(TOKENS, chunk=50)
     texts = [driver.tokens[str(i)] for i in range(len(PROMPTS))]
-    forget(worker, list(driver.tokens))
+    forget(driver)
     return texts
 
 
@@ -62,7 +72,7 @@ def likeliest(worker: Worker, texts: list[list[int]]) -> list[int]:
         for entry in result.prompt_logprobs.get(str(i), [])
         if entry is not None
     ]
-    forget(worker, list(driver.tokens))
+    forget(driver)
     return tokens
 
 

@@ -6,7 +6,7 @@ import json
 import sys
 from pathlib import Path
 
-from tests.gpu.workers import forced_logprobs, some_prompts, start_worker
+from tests.gpu.in_process_worker import forced_logprobs, some_prompts, start_worker
 
 
 def main() -> None:

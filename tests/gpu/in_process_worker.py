@@ -16,6 +16,7 @@ from server.config import (
     CacheOptions,
     CompilationOptions,
     CudaGraphMode,
+    DtypeName,
     Mode,
     ModelOptions,
     SchedulerOptions,
@@ -73,6 +74,10 @@ class _Child:
     def progress(self, *_: Any) -> None:
         """No bar is shown."""
 
+    def send(self, message: Any) -> None:
+        """Only a failure is ever sent."""
+        raise AssertionError(f"unexpected message {message}")
+
 
 def start_worker(
     directory: Path,
@@ -81,7 +86,10 @@ def start_worker(
     mode: Mode = "compile",
     cudagraph_mode: CudaGraphMode = "full_and_piecewise",
     backend: BackendName = "TRITON_ATTN",
-    custom_ops: Any = "auto",
+    custom_ops: Literal["auto", "on", "off"] = "auto",
+    dtype: DtypeName = "auto",
+    load_format: Literal["auto", "safetensors", "dummy"] = "dummy",
+    max_model_len: int | None = 1024,
     sizes: tuple[int, ...] | None = None,
     num_blocks: int | None = 256,
     gpu_memory_utilization: float = 0.5,
@@ -89,11 +97,15 @@ def start_worker(
     token_budget: int = TOKEN_BUDGET,
     device: Literal["cuda", "cpu"] = "cuda",
 ) -> Worker:
-    """A started worker with its caches below `directory`."""
+    """A started worker with its caches below `directory`: compiled, captured, warm.
+
+    `sizes`: numbers of tokens for which CUDA Graphs are recorded; None: the server's own. `num_blocks`: of the KV
+    cache; None: as many as fit into `gpu_memory_utilization`. `token_budget`: most tokens of a step.
+    """
     runtime_dir = directory / f"run-{random.getrandbits(48):x}"
     runtime_dir.mkdir(parents=True)
     config = ServerConfig(
-        model=ModelOptions(model=str(model), load_format="dummy", max_model_len=1024),
+        model=ModelOptions(model=str(model), load_format=load_format, dtype=dtype, max_model_len=max_model_len),
         cache=CacheOptions(num_gpu_blocks_override=num_blocks, gpu_memory_utilization=gpu_memory_utilization),
         scheduler=SchedulerOptions(max_num_seqs=max_num_seqs, max_num_batched_tokens=token_budget),
         compilation=CompilationOptions(
@@ -151,14 +163,14 @@ def forced_logprobs(worker: Worker, prompts: list[list[int]], chunk: int) -> lis
             assert entry is not None
             rows[row, torch.tensor(entry.token_ids[1:])] = torch.tensor(entry.logprobs[1:])
         results.append(rows)
-    for name in names:
-        driver.drop(name)
     forget(driver)
     return results
 
 
 def forget(driver: Driver) -> None:
-    """Let the worker forget the requests that the driver dropped."""
+    """Let the worker forget all requests of the driver, so that another can start from an empty batch."""
+    for name in list(driver.tokens):
+        driver.drop(name)
     driver.runner.execute(ScheduleStep(10**6, [], {}, {}, list(driver._dropped)))
     driver._dropped = []
 
