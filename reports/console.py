@@ -11,6 +11,7 @@ from rich.text import Text
 
 from reports import formatting
 from reports.directory import ResultSet
+from reports.goodput import goodput_rows
 from reports.metrics import pick
 from reports.reference import reference_rows
 from reports.remarks import remarks
@@ -48,7 +49,7 @@ def render(results: ResultSet) -> RenderableType:
     parts += [_problem(cell) for cell in view.problems]
     parts += [_failures(cell) for cell in view.with_failures]
     parts += _group_tables(view)
-    last = (_starts(view), _comparisons(view), _references(view), _unsupported(view), _remarks(view))
+    last = (_goodput(view), _starts(view), _comparisons(view), _references(view), _unsupported(view), _remarks(view))
     parts += [table for table in last if table is not None]
     return Group(*(Padding(part, (0, 0, 1, 0)) for part in parts))
 
@@ -89,6 +90,21 @@ def _group_tables(view: View) -> list[RenderableType]:
             table.add_row(Text(label), *(metric.text(cell) for metric in columns), style=style)
         tables.append(table)
     return tables
+
+
+def _goodput(view: View) -> Table | None:
+    rows = goodput_rows(view)
+    if not rows:
+        return None
+    table = _table(Text("Goodput", "bold"))
+    for name in ("", "", "SLO"):
+        table.add_column(name, overflow="fold")
+    for name in ("Req/s", "Share", "Requests"):
+        table.add_column(name, justify="right")
+    for row in rows:
+        traffic, slo = Text(row.traffic, "dim"), Text(row.slo)
+        table.add_row(Text(row.variant), traffic, slo, row.requests_per_s, row.share, row.requests)
+    return table
 
 
 def _starts(view: View) -> Table | None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 UNKNOWN = "–"
 
 
@@ -45,6 +47,12 @@ def significant(value: float | None) -> str:
 
 def count(value: int | None) -> str:
     return UNKNOWN if value is None else f"{value:,}"
+
+
+def share(value: float | None) -> str:
+    """A part of a whole, rounded down so that only the whole is `100.0%`: `99.9%` for 0.9996."""
+    # What a float falls short of its decimal by is not rounded down: 0.57 * 1000 is 569.99...
+    return UNKNOWN if value is None else f"{math.floor(value * 1000 + 1e-6) / 10:.1f}%"
 
 
 def ratio(value: float | None) -> str:

@@ -14,6 +14,7 @@ from plotly.offline import get_plotlyjs
 from reports import formatting
 from reports.directory import ResultSet
 from reports.figures import Figure, FigureMaker
+from reports.goodput import GOODPUT_NOTE, goodput_rows
 from reports.metrics import METRICS, pick
 from reports.reference import reference_rows
 from reports.remarks import remarks
@@ -81,6 +82,8 @@ def render_html(results: ResultSet) -> str:
         choice_text=choice_text,
         columns=[metric for metric in COLUMNS if any(metric.read(cell) is not None for cell in view.cells)],
         metrics=METRICS,
+        goodput=goodput_rows(view),
+        goodput_note=GOODPUT_NOTE,
         references=reference_rows(view),
         reference_source=results.reference_source,
         unsupported=_unsupported(view),
@@ -146,6 +149,7 @@ def tiles(view: View) -> list[Tile]:
     found = []
     for key, label in (
         ("output_tokens_per_s", "Highest output throughput"),
+        ("goodput_requests_per_s", "Highest goodput"),
         ("ttft_p50_s", "Lowest median TTFT"),
         ("tpot_p50_s", "Lowest median TPOT"),
         ("to_healthy_cold_s", "Fastest cold start"),
@@ -156,7 +160,7 @@ def tiles(view: View) -> list[Tile]:
         if not cells:
             continue
         value, cell = (max if metric.higher_is_better else min)(cells, key=lambda pair: pair[0])
-        unit = " tok/s" if metric.unit == "tok/s" else ""
+        unit = f" {metric.unit}" if metric.unit in ("tok/s", "req/s") else ""
         group = next(group for group in view.groups if any(cell is member for member in group.cells))
         where = [view.variant_label(cell.config)]
         if not key.startswith("to_"):

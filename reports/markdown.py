@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from reports import formatting
 from reports.directory import ResultSet
+from reports.goodput import GOODPUT_NOTE, goodput_rows
 from reports.metrics import pick
 from reports.reference import reference_rows
 from reports.remarks import remarks
@@ -25,6 +26,7 @@ def render_markdown(results: ResultSet) -> str:
         _heading(view),
         _problems(view),
         *_groups(view),
+        _goodput(view),
         _comparisons(view),
         _references(view),
         _unsupported(view),
@@ -74,6 +76,16 @@ def _groups(view: View) -> list[str]:
         title = f"### {escape_cell(group.model)}: {escape_cell(group.title)}"
         sections.append("\n".join([title, "", _table(["", *(metric.label for metric in columns)], rows), ""]))
     return sections
+
+
+def _goodput(view: View) -> str:
+    rows = [
+        [row.variant, row.traffic, row.slo, row.requests_per_s, row.share, row.requests] for row in goodput_rows(view)
+    ]
+    if not rows:
+        return ""
+    header = ["", "", "SLO", "Goodput req/s", "Share", "Requests"]
+    return "\n".join(["### Goodput", "", GOODPUT_NOTE, "", _table(header, rows), ""])
 
 
 def _comparisons(view: View) -> str:

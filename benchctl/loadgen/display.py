@@ -74,8 +74,8 @@ def _counts(metrics: LoadMetrics) -> RenderableType:
     if excluded:
         table.add_row("excluded", f"{metrics.excluded_warmup} warm-up, {metrics.excluded_cooldown} cool-down", "", "")
     for goodput in metrics.goodput:
-        share = formatting.UNKNOWN if goodput.share is None else f"{goodput.share:.1%}"
-        table.add_row("goodput", f"{formatting.significant(goodput.requests_per_s)} req/s", share, Text(goodput.slo))
+        rate = f"{formatting.significant(goodput.requests_per_s)} req/s"
+        table.add_row("goodput", rate, formatting.share(goodput.share), Text(goodput.slo))
     if metrics.output_token_source != "usage":
         table.add_row("tokens from", metrics.output_token_source, "", "")
     return table

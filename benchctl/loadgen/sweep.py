@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import msgspec
 
+from reports.goodput import within
 from reports.schema import CellResult
 from server.errors import UserError
 
@@ -52,7 +53,7 @@ def judge(result: CellResult) -> tuple[bool, str]:
         return False, result.reason or result.status
     worst = min(metrics.goodput, key=lambda goodput: goodput.share or 0.0)
     share = worst.share or 0.0
-    return share >= MIN_SHARE, f"{share:.1%} within {worst.slo}"
+    return share >= MIN_SHARE, within(worst)
 
 
 def find_max_rate(run: Callable[[float], CellResult | None], start_rate: float) -> SearchResult:

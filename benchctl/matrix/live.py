@@ -17,6 +17,7 @@ from benchctl.matrix.progress import Progress
 from benchctl.matrix.traffic import Traffic
 from reports import formatting
 from reports.console import STYLES
+from reports.goodput import within
 from reports.metrics import METRICS
 from reports.schema import CellConfig, CellResult, StartupReport
 
@@ -32,7 +33,8 @@ def result_line(result: CellResult) -> Text:
     if result.metrics is not None and result.metrics.completed:
         shown = [METRICS[key] for key in ("output_tokens_per_s", "ttft_p50_s", "ttft_p99_s", "tpot_p50_s")]
         figures = ", ".join(f"{metric.label} {metric.text(result)}" for metric in shown)
-        text.append(f"  {figures}")
+        met = "".join(f", {within(goodput)}" for goodput in result.metrics.goodput)
+        text.append(f"  {figures}{met}")
         if result.metrics.failed:
             text.append(f"  {result.metrics.failed} requests failed", "red")
     if result.reason:

@@ -13,6 +13,7 @@ from reports.schema import (
     CellConfig,
     CellResult,
     Distribution,
+    Goodput,
     LoadMetrics,
     MatrixIndex,
     PhaseTime,
@@ -158,6 +159,12 @@ def cell(
     speed = SPEED.get(backend, 1.0) * (1.6 if mode == "compile" else 1.0)
     measured = status in ("ok", "invalid")
     seed = int(rate * 10) + len(backend)
+    metrics = load_metrics(speed, rate, seed=seed, failed=failed) if measured else None
+    if metrics is not None:
+        met = min(metrics.completed, int(480 * (1 - rate / (60 * speed))))
+        metrics.goodput = [
+            Goodput(slo=slo, requests_per_s=met / 60, share=met / 400, met=met, total=400) for slo in config.slos
+        ]
     return CellResult(
         cell_id=f"benchctl/{model}/{mode}/{backend}/sharegpt-like/rate-{rate:g}",
         config=config,
@@ -174,7 +181,7 @@ def cell(
             output_tokens_requested=64_000,
             notes=["lengths drawn from a lognormal fit"],
         ),
-        metrics=load_metrics(speed, rate, seed=seed, failed=failed) if measured else None,
+        metrics=metrics,
         startup=[startup(mode, kind, speed) for kind in ("cold", "warm")] if measured else [],
         server=ServerInfo(engine_version="0.1.0", attention_backend=backend, mode=mode, dtype="bfloat16", block_size=64)
         if measured

@@ -19,11 +19,11 @@ from reports.console import print_report, report_console
 from reports.csv import render_csv
 from reports.directory import ResultSet
 from reports.figures import SHORTER, FigureMaker, order_phases
-from reports.html import chart_sections, choice_text, embed_json, render_html
+from reports.html import chart_sections, choice_text, embed_json, render_html, tiles
 from reports.markdown import MAX_CHARACTERS, render_markdown
 from reports.metrics import METRICS
 from reports.reference import reference_rows
-from reports.schema import CellResult
+from reports.schema import CellResult, Goodput
 from reports.startup_phases import UNACCOUNTED
 from reports.view import View, summarise
 from reports.writers import FORMATS
@@ -47,6 +47,7 @@ def unknown_metrics() -> CellResult:
         result.metrics.throughput, output_tokens_per_s=None, total_tokens_per_s=None, requests_per_s=None
     )
     result.metrics.steady_state = None
+    result.metrics.goodput = []
     result.metrics.timeseries = {}
     result.startup = []
     return result
@@ -82,6 +83,8 @@ def test_other_numbers() -> None:
         "–",
     ]
     assert formatting.byte_size(1.5 * 2**30) == "1.50 GiB"
+    shares = {1.0: "100.0%", 0.9996: "99.9%", 0.9896: "98.9%", 0.57: "57.0%", 0.0: "0.0%", None: "–"}
+    assert {value: formatting.share(value) for value in shares} == shares, "what is missing is never rounded away"
 
 
 def test_csv_has_raw_numbers_and_empty_fields() -> None:
@@ -177,6 +180,38 @@ def test_answers_shorter_than_forced_are_said() -> None:
     assert "answers hold 1,234 output tokens instead of the 64,000 that were forced" in render_markdown(only(cell))
     cell.config.client = {"force_lengths": False}
     assert "ignore_eos" not in render_markdown(only(cell))
+
+
+@pytest.mark.parametrize("name", ["md", "html", "console"])
+def test_goodput_is_shown_for_every_slo_that_was_stated(name: str) -> None:
+    cell = samples.cell("eager", "TORCH_SDPA", 2.0)
+    assert cell.metrics is not None
+    cell.metrics.goodput = [
+        Goodput(slo="ttft:200ms tpot:20ms", requests_per_s=1.873, share=0.9996, met=2499, total=2500),
+        Goodput(slo="e2el:5s", requests_per_s=None, share=None, met=0, total=0),
+    ]
+
+    def shown(*cells: CellResult) -> str:
+        return _printed(only(*cells)) if name == "console" else FORMATS[name](only(*cells))
+
+    text = shown(cell)
+    rows = [line for line in text.splitlines() if re.search(r"sharegpt-like · .*(ttft:200ms|e2el:5s)", line)]
+    parts = [[part for part in re.split(r"<[^>]*>|\||\s{2,}", line) if part.strip()][-4:] for line in rows]
+    assert [[part.strip() for part in row] for row in parts] == [
+        ["ttft:200ms tpot:20ms", "1.87", "99.9%", "2,499 of 2,500"],
+        ["e2el:5s", "–", "–", "0 of 0"],
+    ]
+    other = samples.cell("compile", "TORCH_SDPA", 2.0, model="another")
+    assert "another · sharegpt-like" in shown(cell, other), "of several models each row says which"
+    cell.metrics.goodput = []
+    assert "SLO" not in shown(cell).partition('id="provenance"')[0]
+
+
+def test_the_highest_goodput_is_a_headline() -> None:
+    view = View(samples.matrix())
+    tile = next(tile for tile in tiles(view) if tile.label == "Highest goodput")
+    best = max(METRICS["goodput_requests_per_s"].read(cell) or 0.0 for cell in view.with_status("ok"))
+    assert tile.value == f"{formatting.significant(best)} req/s"
 
 
 def _printed(results: ResultSet) -> str:
