@@ -15,11 +15,20 @@ from server.config import CudaGraphMode
 from server.errors import UserError
 
 LARGEST_GRAPH = 512
-"""Tokens beyond which a step keeps the GPU busy for longer than it takes to launch."""
+"""Largest decode graph, and the largest piecewise one of a model whose layers keep the GPU busy for longer than they
+take to launch from there on."""
+
+LAYER_LAUNCH_S = 0.5e-3
+"""What it takes the host to launch the compiled pieces of a layer one by one, beside the attention between them.
+Measured beside one H200 (Qwen3-0.6B and the 8B shape: 13 to 20 ms a step)."""
+PRODUCT_FLOPS = 600e12
+"""FLOP/s of products that large on the same GPU. A slower GPU is busy for longer, and has a few graphs too many."""
 
 # Mixed batches only (decode batches have full graphs): below about 256 tokens a step's time is that of reading the
-# weights, so padding costs nothing, and every size costs as many graphs as the model has layers.
+# weights, so padding costs nothing, and every size costs as many graphs as the model has layers. Above, padding costs
+# an eighth at most.
 _COARSE_SIZES = (8, 16, 32, 64, 128, 192, 256, 384, 512)
+_STEPS_PER_DOUBLING = 8
 
 
 @dataclass(slots=True, frozen=True)
@@ -40,6 +49,22 @@ def standard_sizes(limit: int) -> list[int]:
     return sizes
 
 
+def largest_piecewise(layer_parameters: int) -> int:
+    """Tokens up to which a model with so many parameters a layer waits for the host if its pieces are launched one by
+    one: from there on the layer's products, 2 FLOP a parameter and token, take the GPU longer."""
+    return max(LARGEST_GRAPH, int(LAYER_LAUNCH_S * PRODUCT_FLOPS / (2 * max(layer_parameters, 1))))
+
+
+def _coarse_sizes(limit: int) -> list[int]:
+    sizes = [size for size in _COARSE_SIZES if size <= limit]
+    start = LARGEST_GRAPH
+    while start < limit:
+        step = start // _STEPS_PER_DOUBLING
+        sizes.extend(size for size in range(start + step, 2 * start + 1, step) if size <= limit)
+        start *= 2
+    return sizes or [limit]
+
+
 @dataclass(frozen=True, slots=True)
 class CaptureSizes:
     """Batch sizes to capture, ascending."""
@@ -57,8 +82,10 @@ def capture_sizes(
     max_num_seqs: int,
     token_budget: int,
     full_supported: bool,
+    layer_parameters: int,
 ) -> CaptureSizes:
-    """Sizes for `mode`; `explicit` (`--cudagraph-capture-sizes`) replaces the standard ones.
+    """Sizes for `mode`; `explicit` (`--cudagraph-capture-sizes`) replaces the standard ones. `layer_parameters`: the
+    parameters of one layer of the model, see `largest_piecewise`.
 
     Where the attention backend cannot be captured (`full_supported` False), `full` gives no graphs and
     `full_and_piecewise` gives piecewise ones at all sizes. UserError for a size that no batch can have.
@@ -72,7 +99,7 @@ def capture_sizes(
     wants_full = mode in ("full", "full_and_piecewise") and full_supported
     wants_piecewise = mode in ("piecewise", "full_and_piecewise")
     largest_decode = min(max_num_seqs, token_budget)
-    largest_mixed = min(LARGEST_GRAPH, token_budget)
+    largest_mixed = min(largest_piecewise(layer_parameters), token_budget)
     full: Sequence[int] = ()
     piecewise: Sequence[int] = ()
     if wants_full:
@@ -81,9 +108,9 @@ def capture_sizes(
     if wants_piecewise and explicit is not None:
         piecewise = explicit
     elif wants_piecewise and wants_full:
-        piecewise = [size for size in _COARSE_SIZES if size <= largest_mixed] or [largest_mixed]
+        piecewise = _coarse_sizes(largest_mixed)
     elif wants_piecewise:
-        piecewise = standard_sizes(largest_mixed)
+        piecewise = [*standard_sizes(min(LARGEST_GRAPH, largest_mixed)), *_coarse_sizes(largest_mixed)]
     return CaptureSizes(tuple(sorted(set(full))), tuple(sorted(set(piecewise))))
 
 

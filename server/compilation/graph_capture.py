@@ -56,6 +56,7 @@ class GraphCapture:
             max_num_seqs=runner.max_num_seqs,
             token_budget=runner.max_num_tokens,
             full_supported=backend.supports_full_cudagraph,
+            layer_parameters=sum(parameter.numel() for parameter in runner.model.model.layers[0].parameters()),
         )
         if config.compilation.cudagraph_mode in ("full", "full_and_piecewise") and not backend.supports_full_cudagraph:
             logger.warning("%s cannot be captured in a CUDA Graph: decode batches run without a full one", backend.name)

@@ -23,6 +23,7 @@ class WorkerReady(msgspec.Struct, tag="ready", array_like=True):
     device: str
     dtype: str
     mode: str
+    num_parameters: int
 
 
 class StepResult(msgspec.Struct, tag="result", array_like=True):

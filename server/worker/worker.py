@@ -111,6 +111,7 @@ class Worker:
             device=str(self.device),
             dtype=str(self.dtype).removeprefix("torch."),
             mode=self.runner.mode,
+            num_parameters=resolved.config.num_parameters,
         )
 
     def _attention_spec(self, resolved: ResolvedModel) -> AttentionSpec:

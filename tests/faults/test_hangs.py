@@ -56,7 +56,7 @@ class Engine:
         self._from_engine = engine_to_worker.receiver(self._context, str(runtime_dir))
         self._to_engine = worker_to_engine.sender(self._context, str(runtime_dir))
         self._api = api_to_engine.sender(self._context, str(runtime_dir))
-        self._to_engine.send(WorkerReady(64, 16, 256, 64, 512, "TORCH_SDPA", "cpu", "float32", "eager"))
+        self._to_engine.send(WorkerReady(64, 16, 256, 64, 512, "TORCH_SDPA", "cpu", "float32", "eager", 1))
 
     def add(self, max_tokens: int) -> None:
         self._api.send(AddRequest("r", 0, [1, 2, 3], SamplingParams(max_tokens=max_tokens), time.monotonic_ns()))

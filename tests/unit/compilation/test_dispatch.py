@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -17,9 +20,15 @@ from server.compilation.dispatch import (
 from server.config import CudaGraphMode
 from server.errors import UserError
 
+LARGE_LAYER = 10**9
 
-def sizes_for(mode: CudaGraphMode, *, seqs: int = 256, budget: int = 8192, full: bool = True) -> CaptureSizes:
-    return capture_sizes(mode, None, max_num_seqs=seqs, token_budget=budget, full_supported=full)
+
+def sizes_for(
+    mode: CudaGraphMode, *, seqs: int = 256, budget: int = 8192, full: bool = True, layer: int = LARGE_LAYER
+) -> CaptureSizes:
+    return capture_sizes(
+        mode, None, max_num_seqs=seqs, token_budget=budget, full_supported=full, layer_parameters=layer
+    )
 
 
 def test_standard_sizes_are_those_of_the_design() -> None:
@@ -51,11 +60,25 @@ def test_modes(mode: CudaGraphMode, full_supported: bool, has_full: bool, has_pi
 def test_limits_and_explicit_sizes() -> None:
     assert sizes_for("full_and_piecewise", seqs=5, budget=6) == CaptureSizes((1, 2, 4, 5), (6,))
     assert sizes_for("full", seqs=1000).full[-1] == LARGEST_GRAPH
-    sizes = capture_sizes("full_and_piecewise", (8, 2, 64, 2), max_num_seqs=16, token_budget=128, full_supported=True)
+    limits: dict[str, Any] = {
+        "max_num_seqs": 16, "token_budget": 128, "full_supported": True, "layer_parameters": LARGE_LAYER
+    }  # fmt: skip
+    sizes = capture_sizes("full_and_piecewise", (8, 2, 64, 2), **limits)
     assert sizes == CaptureSizes((2, 8), (2, 8, 64))
     for wrong in (0, 129):
         with pytest.raises(UserError, match="not between 1 and the token budget 128"):
-            capture_sizes("full", (wrong,), max_num_seqs=16, token_budget=128, full_supported=True)
+            capture_sizes("full", (wrong,), **limits)
+
+
+def test_small_layers_have_graphs_as_long_as_the_host_takes_longer_than_the_gpu() -> None:
+    for layer, largest in ((218_112_000, 640), (60_821_504, 2304), (15_731_456, 8192), (1, 8192), (10**10, 512)):
+        for mode in ("piecewise", "full_and_piecewise"):
+            sizes = sizes_for(mode, layer=layer)  # type: ignore[arg-type]
+            assert sizes.piecewise[-1] == largest, (layer, mode)
+            assert max(sizes.full, default=0) <= 256
+            coarse = [size for size in sizes.piecewise if size >= LARGEST_GRAPH]
+            assert all(after <= before * 1.125 for before, after in itertools.pairwise(coarse))
+    assert sizes_for("full_and_piecewise", budget=600, layer=1).piecewise[-1] == 576
 
 
 @given(

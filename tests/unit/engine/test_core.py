@@ -17,6 +17,7 @@ import zmq
 
 from server.child import ConfigMessage, ControlMessage, DrainMessage, FailedMessage, ReadyMessage, StatusMessage
 from server.config import SchedulerOptions, ServerConfig
+from server.engine.core import mixed_prefill_tokens
 from server.ipc import api_to_engine, engine_to_worker, worker_to_engine
 from server.ipc.api_to_engine import AbortRequests, AddRequest, ApiReady
 from server.ipc.engine_to_api import EngineReady, FromEngine, RequestOutput, StepOutputs
@@ -68,7 +69,7 @@ class Engine:
         receiver = engine_to_worker.receiver(self.context, directory)
         sender = worker_to_engine.sender(self.context, directory)
         sender.send(
-            WorkerReady(BLOCKS, BLOCK_SIZE, CONTEXT, BUDGET, VOCABULARY, "TORCH_SDPA", "cpu", "float32", "eager")
+            WorkerReady(BLOCKS, BLOCK_SIZE, CONTEXT, BUDGET, VOCABULARY, "TORCH_SDPA", "cpu", "float32", "eager", 1)
         )
         try:
             while not self._stop.is_set():
@@ -195,3 +196,19 @@ def test_leaves_when_told_to_drain(tmp_path: Path) -> None:
         assert engine.process.wait(20) == 0
     finally:
         engine.close()
+
+
+@pytest.mark.parametrize(
+    ("device", "parameters", "tokens"),
+    [
+        ("cuda:0", 8_030_261_248, 2048),
+        ("cuda:0", 596_049_920, 27648),
+        ("cuda:0", 70_553_706_496, 512),
+        ("cpu", 134_515_008, None),
+    ],
+)
+def test_the_default_of_mixed_prefill_tokens_follows_the_size_of_the_model(
+    device: str, parameters: int, tokens: int | None
+) -> None:
+    ready = WorkerReady(1, 16, 64, 8192, 100, "TORCH_SDPA", device, "bfloat16", "compile", parameters)
+    assert mixed_prefill_tokens(ready) == tokens
