@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import msgspec
+
+OnRead = Callable[[int, int], None]
+"""Told how many requests were read, and of how many."""
+
+_READ_AT_ONCE = 1024
 
 
 class Message(msgspec.Struct, omit_defaults=True):
@@ -66,12 +71,43 @@ class Workload(msgspec.Struct, kw_only=True):
     @property
     def digest(self) -> str:
         """Hex SHA-256 over the requests in order; equal digests mean equal traffic (arrival process aside)."""
-        hasher = hashlib.sha256()
-        encoder = msgspec.json.Encoder(order="deterministic")
-        for request in self.requests:
-            hasher.update(encoder.encode(request))
-            hasher.update(b"\n")
-        return hasher.hexdigest()
+        return requests_digest(self.requests)
+
+
+class RequestDigest:
+    """SHA-256 over requests in order, each a line of canonical JSON."""
+
+    def __init__(self) -> None:
+        self._hasher = hashlib.sha256()
+        self._encoder = msgspec.json.Encoder(order="deterministic")
+
+    def add(self, request: WorkloadRequest) -> None:
+        self._hasher.update(self._encoder.encode(request))
+        self._hasher.update(b"\n")
+
+    def hexdigest(self) -> str:
+        return self._hasher.hexdigest()
+
+
+def requests_digest(requests: Sequence[WorkloadRequest], on_read: OnRead | None = None) -> str:
+    """Hex SHA-256 over `requests` in order."""
+    digest = RequestDigest()
+    for request in read_requests(requests, on_read):
+        digest.add(request)
+    return digest.hexdigest()
+
+
+def read_requests(requests: Sequence[WorkloadRequest], on_read: OnRead | None) -> Iterator[WorkloadRequest]:
+    """The requests in order. A generated workload makes each prompt for it, which takes half a minute for a million:
+    `on_read` is told at the start, now and then, and at the end.
+    """
+    total = len(requests)
+    for number, request in enumerate(requests):
+        if on_read is not None and number % _READ_AT_ONCE == 0:
+            on_read(number, total)
+        yield request
+    if on_read is not None:
+        on_read(total, total)
 
 
 def schedule_digest(times_s: Sequence[float]) -> str:

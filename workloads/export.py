@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
 from array import array
 from collections.abc import Iterator
@@ -12,7 +11,7 @@ from typing import Any, BinaryIO
 import msgspec
 
 from server.errors import UserError
-from workloads.base import Workload, WorkloadRequest
+from workloads.base import OnRead, RequestDigest, Workload, WorkloadRequest, requests_digest
 from workloads.files import explain_broken_json, iter_lines, parse_json_line
 from workloads.token_ids import GeneratedRequests
 from workloads.trace_rows import EXPORT_KEY
@@ -35,14 +34,17 @@ class ExportHeader(msgspec.Struct, kw_only=True):
     notes: list[str] = []
 
 
-def export_workload(workload: Workload, file: BinaryIO) -> int:
-    """Write `workload` to a binary file, a line at a time; returns the number of requests written."""
+def export_workload(workload: Workload, file: BinaryIO, on_read: OnRead | None = None) -> ExportHeader:
+    """Write `workload` to a binary file, a line at a time; returns the line before its requests.
+
+    `on_read` follows the reading for the digest, which stands first.
+    """
     encoder = msgspec.json.Encoder(order="deterministic")
     header = ExportHeader(
         name=workload.name,
         parameters=workload.parameters,
         seed=workload.seed,
-        digest=workload.digest,
+        digest=requests_digest(workload.requests, on_read),
         num_requests=len(workload.requests),
         tokenizer=workload.tokenizer,
         dropped=workload.dropped,
@@ -51,7 +53,7 @@ def export_workload(workload: Workload, file: BinaryIO) -> int:
     file.write(encoder.encode(header) + b"\n")
     for request in workload.requests:
         file.write(encoder.encode(request) + b"\n")
-    return len(workload.requests)
+    return header
 
 
 class _MakeFromFile:
@@ -98,11 +100,11 @@ def replay_export(
     header = _header(path)
     timed = start_s > 0 or end_s is not None or speedup != 1.0
     offsets, times_s = array("q"), array("d")
-    digest, encoder = hashlib.sha256(), msgspec.json.Encoder(order="deterministic")
+    digest = RequestDigest()
     outside = rows = 0
     for line, offset, request in _offsets_and_requests(path):
         rows += 1
-        digest.update(encoder.encode(request) + b"\n")
+        digest.add(request)
         if timed and request.timestamp_s is None:
             raise UserError(f"{path}: line {line}: no timestamp_s, so start_s, end_s and speedup do not apply")
         if timed and not start_s <= (request.timestamp_s or 0.0) < (float("inf") if end_s is None else end_s):

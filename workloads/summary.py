@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from workloads.arrivals import Schedule
-from workloads.base import Workload, WorkloadRequest
+from workloads.base import OnRead, RequestDigest, Workload, WorkloadRequest, read_requests
 
 _SAMPLE_CHARACTERS = 160
 _SAMPLE_TOKENS = 12
@@ -75,14 +75,18 @@ class WorkloadSummary(msgspec.Struct, kw_only=True):
     samples: list[Sample]
 
 
-def summarise(workload: Workload, schedule: Schedule | None, *, samples: int = 3) -> WorkloadSummary:
+def summarise(
+    workload: Workload, schedule: Schedule | None, *, samples: int = 3, on_read: OnRead | None = None
+) -> WorkloadSummary:
     """Summarise in one pass over the requests; sample requests are spread evenly over the workload."""
     prompt_tokens, characters, max_tokens = array("q"), array("q"), array("q")
     conversations: set[int] = set()
     n = len(workload.requests)
     positions = {position * (n - 1) // max(1, samples - 1) for position in range(min(samples, n))}
     chosen = []
-    for position, request in enumerate(workload.requests):
+    digest = RequestDigest()
+    for position, request in enumerate(read_requests(workload.requests, on_read)):
+        digest.add(request)
         max_tokens.append(request.max_tokens)
         if request.prompt_tokens is not None:
             prompt_tokens.append(request.prompt_tokens)
@@ -96,7 +100,7 @@ def summarise(workload: Workload, schedule: Schedule | None, *, samples: int = 3
         name=workload.name,
         parameters=workload.parameters,
         seed=workload.seed,
-        digest=workload.digest,
+        digest=digest.hexdigest(),
         tokenizer=workload.tokenizer,
         num_requests=n,
         num_conversations=len(conversations),

@@ -47,12 +47,14 @@ def matrix(
     from benchctl.matrix.replay import replay_cell
     from benchctl.matrix.runner import MatrixRunner
     from benchctl.matrix.traffic import TrafficFactory
+    from benchctl.preparing import preparing
     from reports.console import print_report, report_console
     from reports.writers import write_reports
 
     console = report_console()
     ensure_models(plan, console)
-    traffic = TrafficFactory().prepare(plan.cells)
+    with preparing() as on_read:
+        traffic = TrafficFactory(on_read).prepare(plan.cells)
     with make_observer(console) as observer:
         runner = MatrixRunner(plan, traffic, output, observer, replay_cell, resume=resume)
         results = runner.run()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, BinaryIO
 
 import msgspec
 import typer
@@ -13,11 +13,12 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from benchctl.preparing import preparing
 from server.errors import UserError
 from workloads import build_workload, list_workloads
 from workloads.arrivals import Schedule, build_schedule, parse_arrival
 from workloads.base import Workload
-from workloads.export import export_workload
+from workloads.export import ExportHeader, export_workload
 from workloads.parameters import parse_assignments, parse_workload
 from workloads.summary import LengthSummary, WorkloadSummary, sparkline, summarise
 from workloads.token_ids import request_timestamps
@@ -68,7 +69,9 @@ def show(
 ) -> None:
     """Print counts, length percentiles, the rate curve, three samples and the digest."""
     workload = _build(name, set_, seed, tokenizer, num_requests)
-    summary = summarise(workload, _schedule(workload, arrival, seed))
+    schedule = _schedule(workload, arrival, seed)
+    with preparing() as on_read:
+        summary = summarise(workload, schedule, on_read=on_read)
     if as_json:
         typer.echo(msgspec.json.encode(summary).decode())
     else:
@@ -88,15 +91,15 @@ def export(
     workload = _build(name, set_, seed, tokenizer, num_requests)
     try:
         if output == "-":
-            export_workload(workload, sys.stdout.buffer)
+            _export(workload, sys.stdout.buffer)
             sys.stdout.buffer.flush()
             return
-        count = _write(workload, Path(output))
+        header = _write(workload, Path(output))
     except BrokenPipeError:
         raise  # the reader has had enough: the command line's framework ends quietly
     except OSError as error:
         raise UserError(f"cannot write {output}: {error.strerror}") from None
-    typer.echo(f"{output}: {count} requests, digest {workload.digest}", err=True)
+    typer.echo(f"{output}: {header.num_requests} requests, digest {header.digest}", err=True)
 
 
 def _build(
@@ -117,22 +120,27 @@ def _schedule(workload: Workload, arrival: str | None, seed: int) -> Schedule | 
     return build_schedule(parse_arrival(arrival), len(workload.requests), seed, timestamps_s=timestamps)
 
 
-def _write(workload: Workload, path: Path) -> int:
+def _export(workload: Workload, file: BinaryIO) -> ExportHeader:
+    with preparing() as on_read:
+        return export_workload(workload, file, on_read)
+
+
+def _write(workload: Workload, path: Path) -> ExportHeader:
     """Write beside `path` and rename, so that a full disk or an interrupt leaves no half file under the name.
 
     A device or a pipe is written to directly: renaming over it would replace it.
     """
     if path.exists() and not path.is_file():
         with path.open("wb") as file:
-            return export_workload(workload, file)
+            return _export(workload, file)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         with temporary.open("wb") as file:
-            count = export_workload(workload, file)
+            header = _export(workload, file)
         temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)
-    return count
+    return header
 
 
 def _print(summary: WorkloadSummary, console: Console) -> None:

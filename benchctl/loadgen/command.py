@@ -22,6 +22,7 @@ from benchctl.loadgen.sweep import find_max_rate, parse_values
 from benchctl.matrix.plan import arrival_label
 from benchctl.matrix.progress import Progress
 from benchctl.matrix.suite import CLIENT_OPTIONS
+from benchctl.preparing import Preparing
 from reports.console import print_report, report_console
 from reports.schema import CellConfig, CellResult
 from reports.writers import write_reports
@@ -85,7 +86,13 @@ def execute(request: RunRequest) -> int:
     console = report_console()
     _ensure_model(request, console)
     with _progress(console) as status:
-        session = LoadSession(config, options, request.output, on_progress=lambda p: _show(status, p))
+        session = LoadSession(
+            config,
+            options,
+            request.output,
+            on_progress=lambda p: _show(status, p),
+            on_read=Preparing(lambda text: _say(status, text), drawn=status is not None),
+        )
         _say(status, f"starting {request.serve}" if request.serve else f"connecting to {request.url}")
         with session:
             try:

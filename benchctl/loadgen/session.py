@@ -29,6 +29,7 @@ from reports.directory import ResultSet
 from reports.results import explain_os_error, result_name, write_index, write_result
 from reports.schema import CellConfig, CellResult, MatrixIndex, Status, config_digest
 from server.errors import UserError
+from workloads.base import OnRead
 
 _GENERATED = frozenset({"synthetic", "sharegpt-like"})
 """Workloads that have as many requests as one asks for."""
@@ -51,6 +52,7 @@ class LoadSession:
         output: Path,
         *,
         on_progress: Callable[[Progress], None] | None = None,
+        on_read: OnRead | None = None,
     ) -> None:
         self.config = config
         self.output = output
@@ -59,7 +61,7 @@ class LoadSession:
         """What the whole session found; goes into its index."""
         self._options = options
         self._on_progress = on_progress
-        self._traffic = TrafficFactory()
+        self._traffic = TrafficFactory(on_read)
         self._interrupts = Interrupts()
         self._lock = OutputLock(output)
         self._server: RunningServer | None = None

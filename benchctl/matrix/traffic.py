@@ -17,7 +17,7 @@ from server.errors import UserError
 from server.models.registry import PRESETS, models_dir, resolve_model
 from workloads import build_workload
 from workloads.arrivals import Schedule, build_schedule
-from workloads.base import Workload
+from workloads.base import OnRead, RequestDigest, Workload, read_requests
 from workloads.token_ids import request_timestamps
 from workloads.tokenizer import TokenizerLike, load_tokenizer
 
@@ -34,13 +34,14 @@ class Traffic:
 
 
 class TrafficFactory:
-    """Builds each distinct workload and schedule of a matrix once."""
+    """Builds each distinct workload and schedule of a matrix once; `on_read` follows the reading of each workload."""
 
-    def __init__(self) -> None:
+    def __init__(self, on_read: OnRead | None = None) -> None:
+        self._on_read = on_read
         self._local: dict[str, bool] = {}
         self._tokenizers: dict[str, TokenizerLike | None] = {}
         self._vocab_sizes: dict[str, int | None] = {}
-        self._workloads: dict[bytes, tuple[Workload, str]] = {}
+        self._workloads: dict[bytes, tuple[Workload, WorkloadInfo]] = {}
         self._replayed: set[bytes] = set()
 
     def prepare(self, cells: Sequence[Cell]) -> dict[str, Traffic]:
@@ -63,15 +64,17 @@ class TrafficFactory:
         key = msgspec.json.encode((spec, config.seed, tokenizer.name if tokenizer else None), order="deterministic")
         if key not in self._workloads:
             built = build_workload(spec, seed=config.seed, tokenizer=tokenizer)
-            self._workloads[key] = built, built.digest
-        workload, digest = self._workloads[key]
+            self._workloads[key] = built, describe(built, self._on_read)
+        workload, described = self._workloads[key]
         schedule = build_schedule(
             config.arrival,
             len(workload.requests),
             config.seed,
             timestamps_s=request_timestamps(workload.requests) if config.arrival.get("name") == "trace" else None,
         )
-        info = describe(workload, schedule, digest)
+        info = msgspec.structs.replace(
+            described, schedule_digest=schedule.digest, notes=list(described.notes), dropped=dict(described.dropped)
+        )
         replayed = _server_and_file(config)
         if replayed in self._replayed:
             info.notes.append("an earlier cell sent these prompts to the same server: its prefix cache may hold them")
@@ -122,18 +125,25 @@ def _server_and_file(config: CellConfig) -> bytes | None:
     return msgspec.json.encode((server, config.workload), order="deterministic")
 
 
-def describe(workload: Workload, schedule: Schedule, digest: str) -> WorkloadInfo:
-    """The part of a result that says what was sent; `digest` is the workload's (finding it reads every request)."""
-    prompt_tokens = [request.prompt_tokens for request in workload.requests]
-    known = [tokens for tokens in prompt_tokens if tokens is not None]
+def describe(workload: Workload, on_read: OnRead | None = None) -> WorkloadInfo:
+    """The part of a result that says what was sent, but when; every request is read once."""
+    digest = RequestDigest()
+    prompt_tokens: int | None = 0
+    output_tokens = 0
+    forced = True
+    for request in read_requests(workload.requests, on_read):
+        digest.add(request)
+        output_tokens += request.max_tokens
+        forced &= request.ignore_eos
+        if prompt_tokens is not None:
+            prompt_tokens = None if request.prompt_tokens is None else prompt_tokens + request.prompt_tokens
     return WorkloadInfo(
         name=workload.name,
-        digest=digest,
-        schedule_digest=schedule.digest,
+        digest=digest.hexdigest(),
         requests=len(workload.requests),
-        forced_lengths=all(request.ignore_eos for request in workload.requests),
-        prompt_tokens_total=sum(known) if len(known) == len(prompt_tokens) else None,
-        output_tokens_requested=sum(request.max_tokens for request in workload.requests),
+        forced_lengths=forced,
+        prompt_tokens_total=prompt_tokens,
+        output_tokens_requested=output_tokens,
         dropped=workload.dropped,
-        notes=list(workload.notes),
+        notes=workload.notes,
     )

@@ -20,7 +20,7 @@ from workloads.tokenizer import HFTokenizer
 
 def exported(workload: Workload) -> bytes:
     buffer = io.BytesIO()
-    assert export_workload(workload, buffer) == len(workload.requests)
+    assert export_workload(workload, buffer).num_requests == len(workload.requests)
     return buffer.getvalue()
 
 
