@@ -6,12 +6,13 @@ import json
 
 import msgspec
 
-from reports.schema import SCHEMA_VERSION, CellResult, MatrixIndex
+from reports.schema import SCHEMA_VERSION, CellResult, MatrixIndex, ReportDocument
 
 
 def json_schema() -> str:
-    """JSON Schema whose definitions hold `CellResult` (the root) and `MatrixIndex`; indented JSON text."""
-    (root, _), definitions = msgspec.json.schema_components([CellResult, MatrixIndex], ref_template="#/$defs/{name}")
+    """JSON Schema whose definitions hold `CellResult` (the root), `MatrixIndex` and `ReportDocument`; indented text."""
+    kinds = [CellResult, MatrixIndex, ReportDocument]
+    (root, *_), definitions = msgspec.json.schema_components(kinds, ref_template="#/$defs/{name}")
     document = {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
         "title": f"benchctl result, schema version {SCHEMA_VERSION}",

@@ -239,6 +239,15 @@ class MatrixIndex(msgspec.Struct, kw_only=True):
     reference: list[ReferenceFigure] = []
 
 
+class ReportDocument(msgspec.Struct, kw_only=True):
+    """`report.json`: all results of a directory in one document."""
+
+    schema_version: str = SCHEMA_VERSION
+    index: MatrixIndex | None
+    """null: single runs, not a matrix."""
+    results: list[CellResult]
+
+
 def config_digest(config: CellConfig) -> str:
     """Hex SHA-256 of a cell's configuration in canonical JSON; the key of `--resume`."""
     import hashlib

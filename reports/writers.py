@@ -11,7 +11,7 @@ from reports.csv import render_csv
 from reports.directory import REPORT_STEM, ResultSet
 from reports.markdown import render_markdown
 from reports.results import write_text
-from reports.schema import SCHEMA_VERSION
+from reports.schema import ReportDocument
 from server.errors import UserError
 
 
@@ -23,8 +23,8 @@ def _render_html(results: ResultSet) -> str:
 
 
 def render_json(results: ResultSet) -> str:
-    """All results in one JSON document: `schema_version`, `index` and `results`."""
-    document = {"schema_version": SCHEMA_VERSION, "index": results.index, "results": results.results}
+    """All results in one JSON document, a `ReportDocument`."""
+    document = ReportDocument(index=results.index, results=results.results)
     return msgspec.json.format(msgspec.json.encode(document), indent=2).decode()
 
 

@@ -16,6 +16,7 @@ import pytest
 from reports.directory import load_results
 from reports.schema import CellResult
 from tests.integration.serving import START_TIMEOUT_S, start_server
+from tests.unit.reports.published_schema import assert_published
 
 SUITE = """
 models = ["tiny"]
@@ -113,6 +114,7 @@ def matrix(tmp_path: Path) -> Iterator[Matrix]:
 def test_a_whole_matrix_and_its_resumption(matrix: Matrix) -> None:
     assert matrix.run() == 0, matrix.text()
     assert matrix.all_gone()
+    assert assert_published(matrix.output) == 5
     results = matrix.results()
     assert [(result.status, result.config.attention_backend) for result in results] == [
         *[("ok", "TORCH_SDPA")] * 2,

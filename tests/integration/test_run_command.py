@@ -22,6 +22,7 @@ from reports.directory import load_results
 from reports.results import read_index
 from server.errors import UserError
 from tests.integration.mocking import running_mock
+from tests.unit.reports.published_schema import assert_published
 
 SMALL = ["-n", "12", "--set", "input_len=4", "--set", "output_len=4", "--workers", "1"]
 
@@ -49,6 +50,7 @@ def test_a_run_writes_a_result_its_records_and_reports(tmp_path: Path) -> None:
     assert result.exit_code == 0, result.output
     for word in ("completed", "TTFT", "TPOT", "client lag", "goodput", "100.0%", "report.html"):
         assert word in result.output
+    assert assert_published(output) == 2
     (cell,) = load_results(output).results
     assert cell.cell_id == "url/mock/synthetic/rate-100"
     assert (cell.status, cell.reason) == ("ok", None)

@@ -7,6 +7,7 @@ import json
 import os
 from pathlib import Path
 
+import jsonschema_rs
 import msgspec
 import pytest
 
@@ -14,9 +15,10 @@ from reports.directory import load_results
 from reports.jsonschema import json_schema
 from reports.results import read_result, result_name, write_bytes, write_index, write_result
 from reports.schema import SCHEMA_VERSION
-from reports.writers import parse_formats, write_reports
+from reports.writers import FORMATS, parse_formats, write_reports
 from server.errors import UserError
 from tests.unit.reports import samples
+from tests.unit.reports.published_schema import violations
 
 
 def test_a_result_survives_the_file(tmp_path: Path) -> None:
@@ -113,6 +115,18 @@ def test_the_json_schema_describes_what_is_written() -> None:
     assert properties["schema_version"]["default"] == SCHEMA_VERSION
     references = {word for word in json_schema().split('"') if word.startswith("#/$defs/")}
     assert {reference.removeprefix("#/$defs/") for reference in references} <= set(schema["$defs"])
+
+
+@pytest.mark.parametrize("broken", ["status", "metrics", "config"])
+def test_the_json_schema_takes_what_is_written_and_nothing_else(broken: str) -> None:
+    made = samples.matrix()
+    documents = [json.loads(msgspec.json.encode(result)) for result in made.results]
+    assert [violations(document) for document in documents] == [[]] * 24
+    assert violations(json.loads(msgspec.json.encode(made.index)), "MatrixIndex") == []
+    assert violations(json.loads(FORMATS["json"](made)), "ReportDocument") == []
+    jsonschema_rs.meta.validate(json.loads(json_schema()))
+    documents[-1][broken] = 1
+    assert violations(documents[-1])
 
 
 def test_formats() -> None:
