@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Literal
 
 import msgspec
@@ -95,15 +94,3 @@ class GateVerdict(msgspec.Struct, kw_only=True):
 def verdict_json(verdict: GateVerdict) -> str:
     """Indented JSON text."""
     return msgspec.json.format(msgspec.json.encode(verdict), indent=2).decode() + "\n"
-
-
-def read_verdict(path: Path) -> GateVerdict:
-    """Read what `verdict_json` wrote. Raises UserError: not there, broken, or another schema."""
-    from server.errors import UserError
-
-    try:
-        return msgspec.json.decode(path.read_bytes(), type=GateVerdict)
-    except OSError as error:
-        raise UserError(f"{path}: {error.strerror}") from None
-    except msgspec.DecodeError as error:
-        raise UserError(f"{path}: not a gate verdict: {error}") from None

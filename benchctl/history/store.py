@@ -64,9 +64,7 @@ class JsonlStore:
 
     def read(self) -> list[Record]:
         if not self.path.is_dir():
-            raise UserError(
-                f"{self.path}: no such history; `benchctl history add RESULTS --store {self.path}` makes one"
-            )
+            raise _missing(self.path)
         records = [record for file in sorted(self.path.glob("*.jsonl")) for record in _read_lines(file)]
         return sorted({record.id: record for record in records}.values(), key=lambda record: record.order)
 
@@ -96,9 +94,7 @@ class SqliteStore:
 
     def read(self) -> list[Record]:
         if not self.path.is_file():
-            raise UserError(
-                f"{self.path}: no such history; `benchctl history add RESULTS --store {self.path}` makes one"
-            )
+            raise _missing(self.path)
         with self._connection() as connection:
             rows = connection.execute("SELECT record FROM records").fetchall()
         records = [_decode(text.encode(), str(self.path)) for (text,) in rows]

@@ -67,7 +67,6 @@ class LoadSession:
         self._server: RunningServer | None = None
         self._problem: TargetError | None = None
         self._provenance = collect_provenance()
-        self._server_provenance = None
 
     @property
     def interrupted(self) -> bool:

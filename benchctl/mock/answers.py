@@ -47,7 +47,6 @@ class AnswerBytes:
     def __init__(self, *, chat: bool, tokens_per_event: int, events_per_write: int) -> None:
         self._chat = chat
         self._key = "delta" if chat else "text"
-        self._per_event = tokens_per_event
         self.event = self.token_event(tokens_per_event, None)
         self.full_write = chunk(self.event * events_per_write)
 

@@ -6,6 +6,7 @@ import json
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from benchctl.gate.judge import conclude, judge
@@ -17,7 +18,7 @@ from reports.ci_gitlab import render_code_quality, render_metrics
 from reports.ci_markdown import render_verdict_markdown
 from reports.junit import render_junit
 from reports.markdown import MAX_CHARACTERS
-from reports.verdict import GateVerdict, SideInfo, read_verdict, verdict_json
+from reports.verdict import GateVerdict, SideInfo, verdict_json
 from server.errors import UserError
 from tests.unit.gate import factory
 from tests.unit.gate.test_judge import fail_some
@@ -106,7 +107,7 @@ def test_files_and_the_job_summary(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     document = verdict(1.2)
     paths = write_outputs(document, tmp_path / "out")
     assert [path.name for path in paths] == list(FILES)
-    assert read_verdict(paths[0]) == document
+    assert msgspec.json.decode(paths[0].read_bytes(), type=GateVerdict) == document
     assert json.loads(verdict_json(document))["verdict"] == "regression"
     summary = tmp_path / "summary.md"
     summary.write_text("before\n")
