@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hmac
 import logging
+from collections.abc import Awaitable, Callable
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -15,9 +16,11 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from server.api import routes_chat, routes_completions, routes_system, routes_tokenize
 from server.api.body import error_response
 from server.api.errors import ApiError
+from server.api.exchange import Exchange
 from server.api.state import ApiState
 
 _log = logging.getLogger(__name__)
+Endpoint = Callable[[Request], Awaitable[ASGIApp]]
 
 
 def create_app(state: ApiState) -> Gate:
@@ -45,25 +48,53 @@ def create_app(state: ApiState) -> Gate:
     # A redirect would repeat the request's own Host header.
     app.router.redirect_slashes = False
     app.state.api = state
-    return Gate(app, state.config.api.api_key)
+    endpoints: dict[str, Endpoint] = {
+        "/v1/completions": routes_completions.completions,
+        "/v1/chat/completions": routes_chat.chat_completions,
+    }
+    return Gate(app, state.config.api.api_key, endpoints)
 
 
 class Gate:
-    """Outermost: lets in who has the key (`/health` is open to all), and hands the server's own `send` on."""
+    """Outermost: lets in who has the key (`/health` is open to all), and takes POST requests for `endpoints` there
+    itself, since the framework's four layers cost more than all that is done for such a request."""
 
-    def __init__(self, app: ASGIApp, api_key: str | None) -> None:
+    def __init__(self, app: ASGIApp, api_key: str | None, endpoints: dict[str, Endpoint]) -> None:
         self.app = app
         self._expected = None if api_key is None else b"bearer " + api_key.encode()
+        self._endpoints = endpoints
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
-            scope.setdefault("state", {})["raw_send"] = send
             if self._expected is not None and scope["path"] != "/health" and not self._has_key(scope):
                 error = ApiError(401, "The API key is missing or wrong.", code="invalid_api_key")
                 error.headers = {"WWW-Authenticate": "Bearer"}
                 await error_response(error)(scope, receive, send)
                 return
+            endpoint = self._endpoints.get(scope["path"])
+            if endpoint is not None and scope["method"] == "POST":
+                await self._run(endpoint, scope, receive, send)
+                return
         await self.app(scope, receive, send)
+
+    async def _run(self, endpoint: Endpoint, scope: Scope, receive: Receive, send: Send) -> None:
+        """What the framework would do: answer, also when the endpoint raises."""
+        scope["app"] = self.app
+        request = Request(scope, receive, send)
+        answer: ASGIApp
+        try:
+            try:
+                answer = await endpoint(request)
+            except ApiError as error:
+                answer = await _on_api_error(request, error)
+            except ClientDisconnect as error:
+                answer = await _on_client_disconnect(request, error)
+            await answer(scope, receive, send)
+        except Exception as error:
+            exchange: Exchange = scope["state"]["exchange"]
+            if not exchange.is_started:
+                await (await _on_bug(request, error))(scope, receive, send)
+            raise
 
     def _has_key(self, scope: Scope) -> bool:
         assert self._expected is not None
@@ -95,7 +126,7 @@ async def _on_client_disconnect(request: Request, error: Exception) -> Response:
 
 
 async def _on_bug(request: Request, error: Exception) -> Response:
-    # Starlette raises it again behind this answer, and uvicorn logs it with its traceback.
+    # It is raised again behind this answer, and uvicorn logs it with its traceback.
     return error_response(
         ApiError(500, "The server failed on this request.", type="server_error", code="internal_error")
     )

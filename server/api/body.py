@@ -10,6 +10,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from server.api.errors import ApiError, from_decode_error
+from server.api.exchange import Exchange
 
 T = TypeVar("T")
 BODY_TIMEOUT_S = 60.0
@@ -26,6 +27,11 @@ async def read_body(request: Request, limit: int) -> bytes:
 
     What a client goes on sending after the answer is read and thrown away by the server, so that it sees the answer.
     """
+    exchange: Exchange = request.scope["state"]["exchange"]
+    if (body := exchange.take_body()) is not None:
+        if len(body) > limit:
+            raise _too_large(limit)
+        return body
     length = request.headers.get("content-length")
     if length is not None and length.isdigit() and int(length[:20]) > limit:
         raise _too_large(limit)
@@ -45,7 +51,11 @@ async def read_body(request: Request, limit: int) -> bytes:
 
 async def read_json(request: Request, decoder: msgspec.json.Decoder[T], limit: int) -> T:
     """The body as the decoder's type. Raises ApiError: as `read_body`, and 400 for anything that is not that type."""
-    body = await read_body(request, limit)
+    return decode_json(await read_body(request, limit), decoder)
+
+
+def decode_json(body: bytes, decoder: msgspec.json.Decoder[T]) -> T:
+    """Raises ApiError 400 for anything that is not JSON of the decoder's type."""
     try:
         return decoder.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:

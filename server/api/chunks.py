@@ -33,8 +33,8 @@ class ChunkFormat(Protocol):
     def usage_chunk(self, usage: Usage) -> msgspec.Struct:
         """The last chunk of `stream_options.include_usage`."""
 
-    def is_plain(self, delta: Delta) -> bool:
-        """Whether a delta is nothing but text."""
+    def is_settled(self, index: int) -> bool:
+        """Whether chunks of choice `index` are from now on nothing but text, up to its last one."""
 
 
 class EventWriter:
@@ -55,6 +55,13 @@ class EventWriter:
         self._include_usage = include_usage
         self._continuous_usage = continuous_usage
         self._frames: dict[int, tuple[bytes, bytes]] = {}
+
+    def frame(self, index: int) -> tuple[bytes, bytes] | None:
+        """What stands before and behind the text (a JSON string) in every further event of choice `index` but the last
+        one; None while that is not settled, or when they carry more than text."""
+        if self._continuous_usage or not self._format.is_settled(index):
+            return None
+        return self._frame(index)
 
     def _usage(self) -> Usage | msgspec.UnsetType | None:
         if self._continuous_usage:
@@ -79,7 +86,7 @@ class EventWriter:
         return b"".join([self._event(delta) for delta in deltas])
 
     def _event(self, delta: Delta) -> bytes:
-        if not self._format.is_plain(delta):
+        if delta.finish_reason is not None or delta.logprobs or not self._format.is_settled(delta.index):
             chunks = self._format.full_chunk(delta, self._usage())
             return b"".join([b"data: " + encode(chunk) + b"\n\n" for chunk in chunks])
         before, after = self._frame(delta.index)

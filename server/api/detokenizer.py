@@ -5,6 +5,7 @@ from __future__ import annotations
 import codecs
 from typing import Protocol
 
+import msgspec
 from tokenizers import Tokenizer as HfTokenizer
 from tokenizers.decoders import DecodeStream
 
@@ -18,6 +19,9 @@ class Detokenizer(Protocol):
     def push(self, token_ids: list[int]) -> str:
         """Text that `token_ids` complete; what may still change (an incomplete character) is held back."""
 
+    def json(self, token_id: int) -> bytes | None:
+        """`push([token_id])` as a JSON string, where that is known and changes nothing; else None: push it."""
+
     def finish(self) -> str:
         """The text held back, incomplete characters as U+FFFD. Call once, at the end."""
 
@@ -28,10 +32,11 @@ class ByteDetokenizer:
     Constant work per token, whatever the bytes; an invalid sequence becomes U+FFFD as in Rust's `from_utf8_lossy`.
     """
 
-    __slots__ = ("_bytes_of", "_pending")
+    __slots__ = ("_bytes_of", "_json_of", "_pending")
 
     def __init__(self, bytes_of: TokenBytes) -> None:
         self._bytes_of = bytes_of
+        self._json_of = bytes_of.json_of
         self._pending = b""
 
     def push(self, token_ids: list[int]) -> str:
@@ -42,6 +47,9 @@ class ByteDetokenizer:
         text, consumed = codecs.utf_8_decode(data, "replace", False)
         self._pending = data[consumed:] if consumed != len(data) else b""
         return text
+
+    def json(self, token_id: int) -> bytes | None:
+        return None if self._pending else self._json_of[token_id]
 
     def finish(self) -> str:
         text = self._pending.decode("utf-8", "replace")
@@ -55,12 +63,28 @@ class TokenBytes(dict[int, bytes]):
     def __init__(self, tokenizer: HfTokenizer, skipped: frozenset[int]) -> None:
         super().__init__((token, b"") for token in skipped)
         self._tokenizer = tokenizer
+        self.json_of = _TokenJson(self)
 
     def __missing__(self, token_id: int) -> bytes:
         token = self._tokenizer.id_to_token(token_id)
         data = b"" if token is None else byte_level_bytes(token)
         self[token_id] = data
         return data
+
+
+class _TokenJson(dict[int, bytes | None]):
+    """Token id -> its text as a JSON string; None where the text depends on what follows. Filled as tokens are seen."""
+
+    def __init__(self, bytes_of: TokenBytes) -> None:
+        super().__init__()
+        self._bytes_of = bytes_of
+
+    def __missing__(self, token_id: int) -> bytes | None:
+        data = self._bytes_of[token_id]
+        text, consumed = codecs.utf_8_decode(data, "replace", False)
+        json = msgspec.json.encode(text) if consumed == len(data) else None
+        self[token_id] = json
+        return json
 
 
 class StreamDetokenizer:
@@ -97,6 +121,9 @@ class StreamDetokenizer:
                 self._emitted += len(piece)
                 pieces.append(piece)
         return "".join(pieces)
+
+    def json(self, token_id: int) -> bytes | None:
+        return None  # the text of a token depends on those before it
 
     def finish(self) -> str:
         text = self._decode()[self._emitted :]

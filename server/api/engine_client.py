@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from typing import Any
+from typing import Any, cast
 
 import zmq
-import zmq.asyncio
 
 from server.api.errors import ApiError, overloaded
 from server.api.generation import Generation, Sequence
@@ -25,10 +24,13 @@ class EngineClient:
     def __init__(self, config: ServerConfig, client_index: int, metrics: Metrics) -> None:
         self.metrics = metrics
         self._client_index = client_index
-        self._context = zmq.asyncio.Context()
+        self._context: zmq.Context[Any] = zmq.Context()
         self._receiver = engine_to_api.receiver(self._context, config.runtime_dir, client_index)
-        plain: zmq.Context[Any] = zmq.Context(self._context)
-        self._sender = api_to_engine.sender(plain, config.runtime_dir)
+        self._sender = api_to_engine.sender(self._context, config.runtime_dir)
+        self._fd = cast(int, self._receiver.socket.getsockopt(zmq.FD))
+        self._loop = asyncio.get_running_loop()
+        self._ready: asyncio.Future[EngineReady] = self._loop.create_future()
+        self._broken: asyncio.Future[None] = self._loop.create_future()
         self._profile = SpanProfile(f"api-{client_index}", config.profile)
         self._in_flight: dict[str, Sequence] = {}
         self._idle = asyncio.Event()
@@ -39,12 +41,15 @@ class EngineClient:
         self._max_num_seqs = scheduler.max_num_seqs
 
     async def connect(self) -> EngineReady:
-        """Tell the engine that we are here and wait until the model can answer."""
+        """Tell the engine that we are here and wait until the model can answer. Its messages are taken from now on."""
+        self._loop.add_reader(self._fd, self._on_readable)
         self._sender.send(ApiReady(self._client_index))
-        while True:
-            message = await self._receiver.receive()
-            if isinstance(message, EngineReady):
-                return message
+        self._on_readable()
+        return await self._ready
+
+    def fileno(self) -> int:
+        """Readable when the engine has sent something."""
+        return self._fd
 
     @property
     def capacity(self) -> int | None:
@@ -98,15 +103,34 @@ class EngineClient:
             self._idle.set()
 
     async def run(self) -> None:
-        """Take the engine's messages, for ever. Raises msgspec.DecodeError when one is not of the protocol."""
-        while True:
-            message = await self._receiver.receive()
+        """Wait for ever. Raises msgspec.DecodeError when the engine sends what is not of the protocol."""
+        await self._broken
+
+    def _on_readable(self) -> None:
+        """Take one message, if there is one.
+
+        Called by the event loop as soon as its file descriptor is readable, with no task to be woken first, and again
+        in the next turn of the loop while there is more: handlers that wait for a slow client write in between. The
+        descriptor tells of changes only, so a turn that took a message must ask once more.
+        """
+        if self._receiver.socket.closed:
+            return
+        try:
+            message = self._receiver.receive(timeout_ms=0)
+            if message is None:
+                return
+            self._loop.call_soon(self._on_readable)
             if isinstance(message, StepOutputs):
                 start_ns = time.monotonic_ns()
                 self._on_step(message)
                 self._note(message, start_ns, time.monotonic_ns())
-                # A message that is already here is received without a pause: let the streams write first.
-                await asyncio.sleep(0)
+            elif not self._ready.done():
+                self._ready.set_result(message)
+        except Exception as error:  # a process that loses tokens must not go on
+            self._loop.remove_reader(self._fd)
+            waiting = self._broken if self._ready.done() else self._ready
+            if not waiting.done():
+                waiting.set_exception(error)
 
     def _note(self, step: StepOutputs, start_ns: int, end_ns: int) -> None:
         """Account for the time that detokenizing and writing the tokens of a step has taken."""
@@ -187,6 +211,7 @@ class EngineClient:
         await self._idle.wait()
 
     def close(self) -> None:
+        self._loop.remove_reader(self._fd)
         self._sender.close()
         self._receiver.close()
         self._context.destroy(linger=0)

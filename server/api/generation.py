@@ -61,9 +61,11 @@ class Sequence:
         "_prompt_only",
         "_stops",
         "_token_ids",
+        "emit",
         "finish_reason",
         "first_token_ns",
         "index",
+        "is_plain",
         "last_token_ns",
         "num_tokens",
         "params",
@@ -101,6 +103,10 @@ class Sequence:
         self._prompt_only = prompt_only
         strings = conditions.stop_strings
         self._stops = StopStrings(strings, conditions.include_stop) if strings else None
+        self.is_plain = not (strings or prompt_only or params.logprobs is not None)
+        """Whether every step but the last adds nothing but the text of its tokens."""
+        self.emit: Callable[[bytes], bool] | None = None
+        """Takes the text of a step as a JSON string, while the handler waits; False: it cannot. Only of plain ones."""
         self._changed = False
         self._pieces: list[str] = []
         self._token_ids: list[int] = []
@@ -113,6 +119,17 @@ class Sequence:
         """Take the tokens of one engine step: text, stop strings, finish. Wakes the waiting handler."""
         token_ids = output.new_token_ids
         finish: str | None = output.finish_reason
+        # What nearly every token of a stream comes to.
+        if (
+            finish is None
+            and self.emit is not None
+            and len(token_ids) == 1
+            and self._generation.is_awaited
+            and (text := self._detokenizer.json(token_ids[0])) is not None
+            and self.emit(text)
+        ):
+            self.num_tokens += 1
+            return
         if finish is not None and finish in ("abort", "error"):
             self._generation.fail(aborted("the engine gave it up" if finish == "error" else "by the engine"))
             self._finish(finish)
@@ -219,6 +236,11 @@ class Generation:
         self._waiter = None
         if not waiter.done():
             waiter.set_result(None)
+
+    @property
+    def is_awaited(self) -> bool:
+        """Whether the handler waits, having been told all that there was."""
+        return self._waiter is not None
 
     def fail(self, error: ApiError) -> None:
         """Make the handler end with `error`."""

@@ -1,13 +1,15 @@
-"""uvicorn's HTTP protocol, with bounds on what a client can hold up or pile up, and access to the transport."""
+"""uvicorn's HTTP protocol, with bounds on what a client can hold up or pile up, and a shorter way to its answers."""
 
 from __future__ import annotations
 
 import asyncio
-import re
 from typing import Any
 
+import httptools
 from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
+
+from server.api.exchange import Exchange
 
 HEADER_TIMEOUT_S = 30.0
 """From the first byte of a connection or request to the end of its headers; also from an answer that came before the
@@ -19,41 +21,11 @@ READ_STALL_S = 30.0
 """How long a client may read nothing while there is more for it than the transport's buffer holds."""
 # Bytes on the wire per byte of body: a chunk of one byte travels in six.
 _MAX_FRAMING = 8
-_UPGRADE = re.compile(rb"\nupgrade(?=:)", re.IGNORECASE)
 _MESSAGE = b"The headers of the request are too large."
 _HEADERS_TOO_LARGE = (
     b"HTTP/1.1 431 Request Header Fields Too Large\r\ncontent-type: text/plain; charset=utf-8\r\n"
     b"content-length: %d\r\nconnection: close\r\n\r\n%b" % (len(_MESSAGE), _MESSAGE)
 )
-
-
-class BodyWriter:
-    """Writes parts of a response's body without waiting, framed as uvicorn's own `send` frames them.
-
-    For answers of unknown length, between their `http.response.start` and last `http.response.body` messages. This is
-    what a token of a stream costs least with: no coroutine, no task switch.
-    """
-
-    __slots__ = ("_cycle", "_flow", "_transport")
-
-    def __init__(self, cycle: RequestResponseCycle, flow: FlowControl, transport: asyncio.Transport) -> None:
-        self._cycle = cycle
-        self._flow = flow
-        self._transport = transport
-
-    @property
-    def is_writable(self) -> bool:
-        """Whether the answer is a chunked one under way and the client's socket has room."""
-        cycle = self._cycle
-        return bool(cycle.chunked_encoding) and not (self._flow.write_paused or cycle.disconnected)
-
-    def write(self, data: bytes) -> None:
-        """Only when `is_writable`; `data` must not be empty (an empty chunk ends a body)."""
-        self._transport.write(b"%x\r\n%b\r\n" % (len(data), data))
-
-    def abort(self) -> None:
-        """Drop the connection with everything buffered for it."""
-        self._transport.abort()
 
 
 class HttpProtocol(HttpToolsProtocol):
@@ -70,10 +42,14 @@ class HttpProtocol(HttpToolsProtocol):
         self._message_bytes = 0
         self._body_bytes = 0
         self._in_message = False
-        self._in_headers = True
+        self._is_silent = False
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        super().connection_made(transport)
+        # uvicorn also asks for the addresses of both ends, which nothing here needs: four system calls.
+        self.connections.add(self)
+        self.transport = transport
+        self.flow = FlowControl(transport)
+        self.scheme = "http"
         self._arm()
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -83,20 +59,57 @@ class HttpProtocol(HttpToolsProtocol):
         if self._active is not None and not self._active.response_complete:
             self._active.disconnected = True
             self._active.message_event.set()
+            self._active.scope["state"]["exchange"].gone()
         self.pipeline.clear()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
         message = self._messages
-        if self._in_headers:
-            data = _without_upgrade(data)
-        super().data_received(data)
+        self._unset_keepalive_if_required()
+        self._feed(data)
         if self._messages != message or not self._in_message:
             return
         # All of `data` belongs to one message that goes on.
         self._message_bytes += len(data)
         if self._message_bytes > MAX_HEADER_BYTES + _MAX_FRAMING * self._body_bytes:
             self._refuse_headers()
+
+    def _feed(self, data: bytes) -> None:
+        """Parse `data`, in which any request may offer to go on in another protocol.
+
+        Such an offer may be ignored (Java's client makes one with every request, of HTTP/2), but the parser does not:
+        it ends the request at its headers, and takes what follows for the other protocol.
+        """
+        while data:
+            try:
+                self.parser.feed_data(data)
+                return
+            except httptools.HttpParserUpgrade as offer:
+                data = data[offer.args[0] :]
+                if framing := self._framing():
+                    self._expect_body(framing)
+            except httptools.HttpParserError:
+                message = "Invalid HTTP request received."
+                self.logger.warning(message)
+                self.send_400_response(message)
+                return
+
+    def _framing(self) -> bytes:
+        """The headers of the request that say where its body ends; empty when it has none."""
+        lines = []
+        for name, value in self.headers:
+            if name == b"transfer-encoding" or (name == b"content-length" and value.strip(b"0")):
+                lines.append(b"%b: %b\r\n" % (name, value))
+        return b"".join(lines)
+
+    def _expect_body(self, framing: bytes) -> None:
+        """Go on with a parser that has read the headers of a request with such a body, and made no offer."""
+        self.parser = httptools.HttpRequestParser(self)
+        self.parser.set_dangerous_leniencies(lenient_data_after_close=True)
+        self.headers = []  # those of the request are in its scope
+        self._is_silent = True
+        self.parser.feed_data(b"POST / HTTP/1.1\r\n%b\r\n" % framing)
+        self._is_silent = False
 
     def _refuse_headers(self) -> None:
         if self.transport.is_closing():
@@ -108,18 +121,22 @@ class HttpProtocol(HttpToolsProtocol):
             self.transport.abort()
 
     def on_message_begin(self) -> None:
+        if self._is_silent:
+            return
         super().on_message_begin()
         self._messages += 1
         self._message_bytes = self._body_bytes = 0
-        self._in_message = self._in_headers = True
+        self._in_message = True
         self._arm()
 
     def on_headers_complete(self) -> None:
-        self._in_headers = False
+        if self._is_silent:
+            return
         self._disarm()
         super().on_headers_complete()
         if self.cycle is not None:
-            self.cycle.scope["state"]["body_writer"] = BodyWriter(self.cycle, self.flow, self.transport)
+            exchange = Exchange(self.cycle, self.flow, self.transport, self.server_state)
+            self.cycle.scope["state"]["exchange"] = exchange
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
         self._active = cycle
@@ -130,7 +147,9 @@ class HttpProtocol(HttpToolsProtocol):
         super().on_body(body)
 
     def on_message_complete(self) -> None:
-        self._in_message, self._in_headers = False, True
+        if self.parser.should_upgrade() and self._framing():  # its body is still to come
+            return
+        self._in_message = False
         if self.cycle is not None and self.cycle.response_complete:
             self._disarm()
         super().on_message_complete()
@@ -181,16 +200,3 @@ class HttpProtocol(HttpToolsProtocol):
         if self._stall_timer is not None:
             self._stall_timer.cancel()
             self._stall_timer = None
-
-
-def _without_upgrade(data: bytes) -> bytes:
-    """`data`, which begins within a request's headers, with the offer of another protocol made out.
-
-    The parser takes what follows such headers for the other protocol, and a body is lost; who offers to go on in
-    HTTP/2 (Java's client does, with every request) may be answered as if it had not.
-    """
-    end = data.find(b"\r\n\r\n")
-    head = data if end < 0 else data[:end]
-    if _UPGRADE.search(head) is None:
-        return data
-    return _UPGRADE.sub(b"\nx-upgrade", head) + data[len(head) :]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import logging
 import resource
 import socket
@@ -82,6 +83,9 @@ class _Lifecycle:
             tokenizer = load_tokenizer(resolved)
             template = load_chat_template(resolved.path, config.model.chat_template)
         child.flush_spans()
+        # Modules and the tokenizer live as long as the process: do not trace them at every collection.
+        gc.collect()
+        gc.freeze()
         model_name = config.model.served_model_name or config.model.model
         metrics = Metrics(model_name)
         client = EngineClient(config, self._client_index, metrics)
@@ -151,6 +155,7 @@ class _Lifecycle:
             lifespan="off",
             log_config=None,
             access_log=False,
+            proxy_headers=False,
             server_header=False,
             backlog=_BACKLOG,
             timeout_keep_alive=_KEEP_ALIVE_S,

@@ -9,7 +9,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from server.api.body import json_response, read_json
+from server.api.body import decode_json, json_response, read_body
 from server.api.chunks import EventWriter, usage_of
 from server.api.errors import invalid, prompt_too_long
 from server.api.generation import Delta, Prompt
@@ -25,7 +25,8 @@ from server.api.responses import (
     ChatLogprobs,
     Usage,
 )
-from server.api.serving import Job, check_request, now_ns, prepare, run_stream, run_whole
+from server.api.serving import Job, check_request, check_room, now_ns, prepare, run_stream, run_whole
+from server.api.sse import EventStream
 from server.api.state import ApiState, state_of
 
 TEMPLATE_TIMEOUT_S = 5.0
@@ -33,12 +34,15 @@ TEMPLATE_TIMEOUT_S = 5.0
 _DECODER = msgspec.json.Decoder(ChatCompletionRequest)
 
 
-async def chat_completions(http: Request) -> Response:
+async def chat_completions(http: Request) -> Response | EventStream:
     state = state_of(http)
     arrival_ns = now_ns()
-    request = await read_json(http, _DECODER, state.config.api.max_body_bytes)
-    check_request(request, state)
+    body = await read_body(http, state.config.api.max_body_bytes)
+    await state.intake.turn()
+    request = decode_json(body, _DECODER)
+    wishes = check_request(request, state)
     _check_unsupported(request)
+    check_room(wishes, 1, state)
     continued = bool(request.continue_final_message)
     token_ids = await render_and_tokenize(
         state,
@@ -50,7 +54,7 @@ async def chat_completions(http: Request) -> Response:
         add_special_tokens=bool(request.add_special_tokens),
     )
     prompts = [Prompt(token_ids)]
-    job = prepare(request, prompts, state, "chatcmpl", arrival_ns)
+    job = prepare(request, wishes, prompts, state, "chatcmpl", arrival_ns)
     format = ChatFormat(request, job, state)
     if not request.stream:
         deltas = await run_whole(job, state, http)
@@ -63,7 +67,7 @@ async def chat_completions(http: Request) -> Response:
         include_usage=bool(options and options.include_usage),
         continuous_usage=bool(options and options.continuous_usage_stats),
     )
-    return run_stream(job, state, http, writer)
+    return run_stream(job, state, writer)
 
 
 def _check_unsupported(request: ChatCompletionRequest) -> None:
@@ -126,8 +130,8 @@ class ChatFormat:
         self._begun = [False] * len(job.generation.sequences)
         self._plain = not (self._wants_logprobs or self._return_token_ids)
 
-    def is_plain(self, delta: Delta) -> bool:
-        return self._plain and delta.finish_reason is None and self._begun[delta.index]
+    def is_settled(self, index: int) -> bool:
+        return self._plain and self._begun[index]
 
     def _chunk(self, choices: list[ChatChunkChoice], usage: Usage | msgspec.UnsetType | None) -> ChatCompletionChunk:
         return ChatCompletionChunk(self._id, "chat.completion.chunk", self._created, self._model, choices, usage)

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import time
+from typing import cast
 
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from server.api.body import json_response, read_json
+from server.api.body import decode_json, json_response, read_body
 from server.api.chunks import EventWriter, usage_of
 from server.api.errors import invalid, prompt_too_long
 from server.api.generation import Delta, Prompt
 from server.api.logprobs import completion_logprobs
 from server.api.protocol import CompletionRequest
 from server.api.responses import CompletionChoice, CompletionLogprobs, CompletionResponse, Usage
-from server.api.serving import Job, check_request, now_ns, prepare, run_stream, run_whole
+from server.api.serving import Job, check_request, check_room, now_ns, prepare, run_stream, run_whole
+from server.api.sse import EventStream
 from server.api.state import ApiState, state_of
 from server.api.tokenizer import Tokenizer
 from server.api.validation import check_token_ids
@@ -25,17 +27,21 @@ MAX_PROMPTS = 2048
 _DECODER = msgspec.json.Decoder(CompletionRequest)
 
 
-async def completions(http: Request) -> Response:
+async def completions(http: Request) -> Response | EventStream:
     state = state_of(http)
     arrival_ns = now_ns()
-    request = await read_json(http, _DECODER, state.config.api.max_body_bytes)
-    check_request(request, state)
+    body = await read_body(http, state.config.api.max_body_bytes)
+    await state.intake.turn()
+    request = decode_json(body, _DECODER)
+    wishes = check_request(request, state)
     if request.best_of is not None and request.best_of != (request.n or 1):
         raise invalid("`best_of` other than `n` is not supported.", "best_of")
     if request.suffix:
         raise invalid("`suffix` is not supported.", "suffix")
-    prompts = await read_prompts(request, state)
-    job = prepare(request, prompts, state, "cmpl", arrival_ns)
+    texts, id_lists = split_prompts(request)
+    check_room(wishes, len(texts) + len(id_lists), state)
+    prompts = await read_prompts(request, texts, id_lists, state)
+    job = prepare(request, wishes, prompts, state, "cmpl", arrival_ns)
     format = CompletionFormat(request, job, state)
     if not request.stream:
         deltas = await run_whole(job, state, http)
@@ -49,25 +55,32 @@ async def completions(http: Request) -> Response:
         include_usage=bool(options and options.include_usage),
         continuous_usage=bool(options and options.continuous_usage_stats),
     )
-    return run_stream(job, state, http, writer)
+    return run_stream(job, state, writer)
 
 
-async def read_prompts(request: CompletionRequest, state: ApiState) -> list[Prompt]:
-    """The prompts as token ids, with their text for `echo`. Raises ApiError 400."""
+def split_prompts(request: CompletionRequest) -> tuple[list[str], list[list[int]]]:
+    """The prompts: texts or lists of token ids, the other list is empty. Raises ApiError 400."""
     raw = [request.prompt] if isinstance(request.prompt, str) else request.prompt
-    if len({type(item) for item in raw}) > 1:
+    kinds = set(map(type, raw))
+    if len(kinds) > 1:
         raise invalid(
             "`prompt` must be of one kind: text, a list of texts, token ids, or a list of lists of token ids.", "prompt"
         )
-    texts = [item for item in raw if isinstance(item, str)]
-    id_lists = [item for item in raw if isinstance(item, list)]
-    if token_ids := [item for item in raw if isinstance(item, int)]:
-        id_lists = [token_ids]
-    if not raw or not all(texts) or not all(id_lists):
+    if kinds == {int}:
+        return [], [cast(list[int], raw)]
+    if not raw or not all(raw):
         raise invalid("`prompt` must not be empty.", "prompt")
-    count = len(texts) + len(id_lists)
-    if count > MAX_PROMPTS:
-        raise invalid(f"`prompt` can hold at most {MAX_PROMPTS} prompts, got {count}.", "prompt")
+    if len(raw) > MAX_PROMPTS:
+        raise invalid(f"`prompt` can hold at most {MAX_PROMPTS} prompts, got {len(raw)}.", "prompt")
+    if kinds == {str}:
+        return cast(list[str], raw), []
+    return [], cast(list[list[int]], raw)
+
+
+async def read_prompts(
+    request: CompletionRequest, texts: list[str], id_lists: list[list[int]], state: ApiState
+) -> list[Prompt]:
+    """The prompts as token ids, with their text for `echo`. Raises ApiError 400."""
     if texts:
         return await _tokenize(request, texts, state)
     prompts: list[Prompt] = []
@@ -106,8 +119,8 @@ class CompletionFormat:
         self._offsets = [0] * len(self._sequences)
         self._plain = not (self._echo or self._return_token_ids)
 
-    def is_plain(self, delta: Delta) -> bool:
-        return self._plain and not delta.logprobs and delta.finish_reason is None
+    def is_settled(self, index: int) -> bool:
+        return self._plain
 
     def response(self, choices: list[CompletionChoice], usage: Usage | msgspec.UnsetType | None) -> CompletionResponse:
         return CompletionResponse(self._id, "text_completion", self._created, self._model, choices, usage)

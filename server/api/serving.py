@@ -1,24 +1,23 @@
-"""Runs a prepared generation for an endpoint: whole or as a stream, aborted when its client goes."""
+"""Runs a request for an endpoint: checked, admitted, prepared, and answered whole or as a stream."""
 
 from __future__ import annotations
 
-import asyncio
 import secrets
 import time
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from dataclasses import dataclass
 
 import msgspec
 from starlette.requests import Request
-from starlette.types import Receive
 
 from server.api.chunks import EventWriter
 from server.api.errors import ApiError, invalid
+from server.api.exchange import Exchange
 from server.api.generation import Delta, Generation, Prompt, Sequence
 from server.api.protocol import ChatCompletionRequest, CompletionRequest
 from server.api.sse import EventStream
 from server.api.state import ApiState
 from server.api.validation import (
+    StopConditions,
     check_stream_options,
     number_of_choices,
     priority,
@@ -26,6 +25,7 @@ from server.api.validation import (
     sampling_params,
     stop_conditions,
 )
+from server.sampling_params import SamplingParams
 
 
 def _client_gone() -> ApiError:
@@ -33,45 +33,59 @@ def _client_gone() -> ApiError:
     return ApiError(499, "The client closed the connection.", type="client_closed_request")
 
 
+@dataclass(slots=True)
+class Wishes:
+    """What a request asks for, whatever its prompt is."""
+
+    params: SamplingParams
+    """`max_tokens` is 1: it depends on each prompt."""
+    conditions: StopConditions
+    choices: int
+    priority: int
+
+
+@dataclass(slots=True)
 class Job:
     """One request, ready to run."""
 
-    def __init__(self, generation: Generation, prompts: list[Prompt], priority: int) -> None:
-        self.generation = generation
-        self.prompts = prompts
-        self.priority = priority
+    generation: Generation
+    prompts: list[Prompt]
+    priority: int
 
 
-def check_request(request: CompletionRequest | ChatCompletionRequest, state: ApiState) -> None:
+def check_request(request: CompletionRequest | ChatCompletionRequest, state: ApiState) -> Wishes:
     """Everything that can be said without the prompt's tokens. Raises ApiError."""
     state.check_serving()
     state.check_model(request.model)
     check_stream_options(request)
-    sampling_params(request, state.limits)
-    stop_conditions(request)
-    priority(request)
-    number_of_choices(request)
+    return Wishes(
+        sampling_params(request, state.limits), stop_conditions(request), number_of_choices(request), priority(request)
+    )
+
+
+def check_room(wishes: Wishes, num_prompts: int, state: ApiState) -> None:
+    """Refuse what could not be queued, before its prompts cost anything. Raises ApiError 400, 429."""
+    total = num_prompts * wishes.choices
+    capacity = state.client.capacity
+    if capacity is not None and total > capacity:
+        raise invalid(f"The request asks for {total} completions; this server can hold {capacity} at once.", "n")
+    state.client.admit(total)
 
 
 def prepare(
     request: CompletionRequest | ChatCompletionRequest,
+    wishes: Wishes,
     prompts: list[Prompt],
     state: ApiState,
     id_prefix: str,
     arrival_ns: int,
 ) -> Job:
     """Sequences for every choice of every prompt. Raises ApiError 400, 429 when the queue is full, 503."""
-    # Draining may have begun while the prompt was tokenized.
-    state.check_serving()
-    params = sampling_params(request, state.limits)
-    conditions = stop_conditions(request)
-    choices = number_of_choices(request)
-    total = len(prompts) * choices
-    capacity = state.client.capacity
-    if capacity is not None and total > capacity:
-        raise invalid(f"The request asks for {total} completions; this server can hold {capacity} at once.", "n")
+    params, conditions, choices = wishes.params, wishes.conditions, wishes.choices
     budgets = [resolve_max_tokens(request, len(prompt.token_ids), state.limits.max_model_len) for prompt in prompts]
-    state.client.admit(total)
+    # Draining may have begun, or the queue filled up, while the prompt was tokenized.
+    state.check_serving()
+    state.client.admit(len(prompts) * choices)
     generation = Generation(f"{id_prefix}-{secrets.token_hex(16)}", arrival_ns, whole=not request.stream)
     for prompt, max_tokens in zip(prompts, budgets, strict=True):
         for choice in range(choices):
@@ -89,7 +103,7 @@ def prepare(
                 state.tokenizer.detokenizer(prompt.token_ids, skip_special_tokens=conditions.skip_special_tokens),
                 prompt_only=max_tokens == 0,
             )
-    return Job(generation, prompts, priority(request))
+    return Job(generation, prompts, wishes.priority)
 
 
 def _add_seed(seed: int, choice: int) -> int:
@@ -97,35 +111,38 @@ def _add_seed(seed: int, choice: int) -> int:
     return (seed + choice + (1 << 63)) % (1 << 64) - (1 << 63)
 
 
-@asynccontextmanager
-async def _running(job: Job, state: ApiState, receive: Receive) -> AsyncIterator[Generation]:
-    """The generation is in the engine inside, and is not when left, for whatever reason."""
+def _begin(job: Job, state: ApiState, exchange: Exchange) -> None:
+    """Put the generation into the engine; it fails when its client goes. Pair with `_end`."""
     generation = job.generation
-
-    async def watch_client() -> None:
-        while (await receive())["type"] != "http.disconnect":
-            pass
-        generation.fail(_client_gone())
-
     state.client.submit(generation, job.priority)
-    watcher = asyncio.create_task(watch_client())
-    try:
-        yield generation
-    finally:
-        watcher.cancel()
-        state.client.release(generation)
+    exchange.watch(lambda: generation.fail(_client_gone()))
+
+
+def _end(job: Job, state: ApiState, exchange: Exchange) -> None:
+    exchange.unwatch()
+    state.client.release(job.generation)
 
 
 async def run_whole(job: Job, state: ApiState, request: Request) -> list[Delta]:
     """All that each sequence generated, in order of index. Raises ApiError."""
-    async with _running(job, state, request.receive) as generation:
-        deltas = await generation.next()
+    exchange: Exchange = request.scope["state"]["exchange"]
+    try:
+        _begin(job, state, exchange)
+        deltas = await job.generation.next()
+    finally:
+        _end(job, state, exchange)
     return sorted(deltas, key=lambda delta: delta.index)
 
 
-def run_stream(job: Job, state: ApiState, request: Request, writer: EventWriter) -> EventStream:
+def run_stream(job: Job, state: ApiState, writer: EventWriter) -> EventStream:
     """The answer that streams it."""
-    return EventStream(_running(job, state, request.receive), job.generation, writer, state.streams)
+    return EventStream(
+        job.generation,
+        writer,
+        state.streams,
+        begin=lambda exchange: _begin(job, state, exchange),
+        end=lambda exchange: _end(job, state, exchange),
+    )
 
 
 def now_ns() -> int:

@@ -1,18 +1,17 @@
-"""Server-sent events on a raw ASGI channel: few allocations per token, bounded buffering per client."""
+"""Server-sent events past ASGI's channel: few allocations per token, bounded buffering per client."""
 
 from __future__ import annotations
 
 import asyncio
 import time
-from contextlib import AbstractAsyncContextManager
+from collections.abc import Callable
 
-from starlette.responses import Response
-from starlette.types import Message, Receive, Scope, Send
+from starlette.types import Receive, Scope, Send
 
 from server.api.chunks import EventWriter
 from server.api.errors import ApiError
-from server.api.generation import Generation
-from server.api.http_protocol import BodyWriter
+from server.api.exchange import Exchange
+from server.api.generation import Delta, Generation
 
 DONE = b"data: [DONE]\n\n"
 STALL_LIMIT_S = 30.0
@@ -20,77 +19,80 @@ STALL_LIMIT_S = 30.0
 MAX_UNSENT_TOKENS = 8192
 """How far a client may fall behind its generation."""
 _CHECK_INTERVAL_S = 1.0
-_HEADERS = [
-    (b"content-type", b"text/event-stream; charset=utf-8"),
-    (b"cache-control", b"no-cache"),
-    (b"x-accel-buffering", b"no"),
-]
-
-
-def _body(data: bytes, *, more: bool) -> Message:
-    return {"type": "http.response.body", "body": data, "more_body": more}
+_HEADERS = b"content-type: text/event-stream; charset=utf-8\r\ncache-control: no-cache\r\nx-accel-buffering: no\r\n"
 
 
 def error_event(error: ApiError) -> bytes:
     return b"data: " + error.body() + b"\n\n"
 
 
-class EventStream(Response):
+class EventStream:
     """An answer that writes the deltas of a generation as SSE events, as they come.
 
     While the client's socket takes what it is given, a step's event goes from the engine's message straight into the
-    transport (`_write_now`). Otherwise the handler waits in `send` until it does (backpressure is the transport's),
-    and what is generated meanwhile becomes one event. A failed generation ends in an error event.
+    transport: text alone through `Sequence.emit`, anything else through `_write_now`. Otherwise the handler waits until
+    the socket has room (backpressure is the transport's), and what is generated meanwhile becomes one event. A failed
+    generation ends in an error event.
     """
 
     def __init__(
         self,
-        running: AbstractAsyncContextManager[Generation],
         generation: Generation,
         writer: EventWriter,
         streams: EventStreams,
+        *,
+        begin: Callable[[Exchange], None],
+        end: Callable[[Exchange], None],
     ) -> None:
-        """`running`: the generation is in the engine while it is entered."""
-        super().__init__()
+        """`begin` puts the generation into the engine; `end`, called whatever happens, takes out what is left of it."""
         self.generation = generation
-        self._running = running
         self._writer = writer
         self._streams = streams
-        self._body: BodyWriter | None = None
+        self._begin = begin
+        self._end = end
+        self._exchange: Exchange | None = None
         self._sending_since: float | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         generation = self.generation
-        state = scope["state"]
-        # The server's own channel: the framework wraps `send` in three coroutines that a token need not go through.
-        send = state.get("raw_send", send)
-        self._body = state.get("body_writer")
+        exchange: Exchange = scope["state"]["exchange"]
+        self._exchange = exchange
         self._streams.add(self)
         try:
-            await send({"type": "http.response.start", "status": 200, "headers": _HEADERS})
             try:
-                async with self._running:
-                    if self._body is not None:
-                        generation.sink = self._write_now
-                    while deltas := await generation.next():
-                        self._sending_since = time.monotonic()
-                        await send(_body(self._writer.write(deltas), more=True))
-                        self._sending_since = None
+                self._begin(exchange)
+                exchange.start(_HEADERS)
+                generation.sink = self._write_now
+                while deltas := await generation.next():
+                    self._sending_since = time.monotonic()
+                    await exchange.writable()
+                    self._write(exchange, deltas)
+                    self._sending_since = None
                 end = self._writer.last() + DONE
             except ApiError as error:
                 end = error_event(error)
-            await send(_body(end, more=False))
+            finally:
+                generation.sink = None
+                self._end(exchange)
+            await exchange.writable()
+            exchange.finish(end)
         finally:
-            generation.sink = None
             self._streams.discard(self)
 
     def _write_now(self) -> bool:
         """Write what is new without waiting; False when the client's socket is full."""
-        body = self._body
-        if body is None or not body.is_writable:
+        exchange = self._exchange
+        if exchange is None or not exchange.is_writable:
             return False
-        body.write(self._writer.write(self.generation.take()))
+        self._write(exchange, self.generation.take())
         return True
+
+    def _write(self, exchange: Exchange, deltas: list[Delta]) -> None:
+        exchange.write(self._writer.write(deltas))
+        for delta in deltas:
+            sequence = self.generation.sequences[delta.index]
+            if sequence.emit is None and sequence.is_plain and (frame := self._writer.frame(delta.index)) is not None:
+                sequence.emit = exchange.text_writer(*frame)
 
     def is_stalled(self, now: float) -> bool:
         return self._sending_since is not None and (
@@ -99,8 +101,8 @@ class EventStream(Response):
 
     def cut(self) -> None:
         """Drop the connection with what is buffered for it; a closed one would wait for its reader for ever."""
-        if self._body is not None:
-            self._body.abort()
+        if self._exchange is not None:
+            self._exchange.abort()
 
 
 class EventStreams:

@@ -12,6 +12,7 @@ from server.api.bounded import BoundedExecutor
 from server.api.chat_template import ChatTemplate
 from server.api.engine_client import EngineClient
 from server.api.errors import draining, engine_dead, model_not_found
+from server.api.intake import Intake
 from server.api.metrics import Metrics
 from server.api.sibling_metrics import SiblingMetrics
 from server.api.sse import EventStreams
@@ -37,6 +38,7 @@ class ApiState:
     death: str = ""
     """Why the phase is `dead`."""
     created: int = field(default_factory=lambda: int(time.time()))
+    intake: Intake = field(default_factory=Intake)
     streams: EventStreams = field(default_factory=EventStreams)
     template_threads: BoundedExecutor = field(default_factory=lambda: BoundedExecutor(2, "chat-template"))
 

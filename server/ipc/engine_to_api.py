@@ -6,9 +6,8 @@ from typing import Any, Literal
 
 import msgspec
 import zmq
-import zmq.asyncio
 
-from server.ipc.sockets import AsyncReceiver, Sender, endpoint
+from server.ipc.sockets import Receiver, Sender, endpoint
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 
@@ -93,6 +92,6 @@ def sender(context: zmq.Context[Any], runtime_dir: str, client_index: int) -> Se
     return Sender(context, endpoint(runtime_dir, _name(client_index)), bind=False)
 
 
-def receiver(context: zmq.asyncio.Context, runtime_dir: str, client_index: int) -> AsyncReceiver[FromEngine]:
+def receiver(context: zmq.Context[Any], runtime_dir: str, client_index: int) -> Receiver[FromEngine]:
     """The API process' end."""
-    return AsyncReceiver(context, endpoint(runtime_dir, _name(client_index)), FromEngine, bind=True)
+    return Receiver(context, endpoint(runtime_dir, _name(client_index)), FromEngine, bind=True)

@@ -7,7 +7,6 @@ from typing import Any, Generic, TypeVar, overload
 
 import msgspec
 import zmq
-import zmq.asyncio
 
 T = TypeVar("T")
 
@@ -70,25 +69,6 @@ class Receiver(Generic[T]):
         if timeout_ms is not None and not self.socket.poll(timeout_ms, zmq.POLLIN):
             return None
         return self._decoder.decode(self.socket.recv(copy=True))
-
-    def close(self) -> None:
-        self.socket.close(linger=0)
-
-
-class AsyncReceiver(Generic[T]):
-    """asyncio PULL end that decodes to `message_type` (the API process)."""
-
-    def __init__(self, context: zmq.asyncio.Context, address: str, message_type: Any, *, bind: bool) -> None:
-        self.socket: zmq.asyncio.Socket = context.socket(zmq.PULL)
-        _configure(self.socket)
-        if bind:
-            self.socket.bind(address)
-        else:
-            self.socket.connect(address)
-        self._decoder: msgspec.msgpack.Decoder[T] = msgspec.msgpack.Decoder(message_type)
-
-    async def receive(self) -> T:
-        return self._decoder.decode(await self.socket.recv(copy=True))
 
     def close(self) -> None:
         self.socket.close(linger=0)

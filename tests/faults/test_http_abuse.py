@@ -19,7 +19,7 @@ from starlette.types import Receive, Scope, Send
 from server.api import http_protocol
 from server.api.http_protocol import HttpProtocol
 from server.listen import bind_socket
-from tests.integration.api_harness import Server
+from tests.integration.api_harness import Server, events
 
 LARGE = 8 << 20
 
@@ -229,6 +229,36 @@ def test_pipelined_requests_are_answered_in_order(api: Server) -> None:
         received = b"".join(iter(lambda: connection.recv(1 << 16), b""))
     answers = [part.rpartition(b'"completion_tokens":')[2] for part in received.split(b"HTTP/1.1 200 OK")[1:]]
     assert [int(answer.split(b",")[0]) for answer in answers] == list(range(1, 40))
+
+
+def test_a_stream_for_http_1_0_has_no_chunks(api: Server) -> None:
+    body = b'{"prompt": "x", "max_tokens": 3, "stream": true}'
+    with api.raw() as connection:
+        connection.sendall(b"POST /v1/completions HTTP/1.0\r\ncontent-length: %d\r\n\r\n" % len(body) + body)
+        received = b"".join(iter(lambda: connection.recv(1 << 16), b""))
+    head, _, text = received.partition(b"\r\n\r\n")
+    assert b"transfer-encoding" not in head
+    assert b"connection: close" in head
+    chunks = events(text.decode())
+    assert chunks.pop() == "[DONE]"
+    assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == "hel"
+
+
+def test_a_stream_that_waits_shows_its_headers(api: Server) -> None:
+    """They leave with the first event, but not much later than they could."""
+    body = b'{"prompt": "x", "max_tokens": 3, "stream": true}'
+    api.engine.paused.set()
+    with api.raw() as connection:
+        connection.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(body) + body)
+        received = b""
+        while not received.endswith(b"\r\n\r\n"):
+            received += connection.recv(1 << 16) or b"\r\n\r\n"
+        assert received.startswith(b"HTTP/1.1 200 OK")
+        api.engine.paused.clear()
+        while not received.endswith(b"0\r\n\r\n"):
+            received += connection.recv(1 << 16) or b"0\r\n\r\n"
+    assert received.count(b"HTTP/1.1") == 1
+    assert b"[DONE]" in received
 
 
 @pytest.mark.parametrize(

@@ -86,6 +86,19 @@ def test_client_that_goes_is_aborted_in_the_engine(start: Start, stream: bool) -
         assert 'finished_reason="abort",model_name="tiny"} 2.0' in client.get("/metrics").text
 
 
+@pytest.mark.parametrize("stream", [True, False])
+def test_client_that_is_gone_before_its_request_is_taken_in(start: Start, stream: bool) -> None:
+    server = start()
+    server.engine.paused.set()
+    for _ in range(40):
+        with server.raw() as connection:
+            post(connection, stream=stream)
+    server.engine.paused.clear()
+    server.wait_for(lambda: len(server.engine.aborted) == len(server.engine.requests))
+    with server.client() as client:
+        assert client.post("/v1/completions", json={"prompt": "x"}).status_code == 200
+
+
 def test_client_that_goes_while_sending_its_body_harms_nobody(start: Start) -> None:
     server = start()
     with server.raw() as connection:
@@ -114,6 +127,29 @@ def test_full_queue_answers_429_and_recovers(start: Start) -> None:
         assert [request.result().status_code for request in held] == [200] * 5
         assert client.post("/v1/completions", json={"prompt": "x"}).status_code == 200
         assert 'benchctl:requests_rejected_total{model_name="tiny"} 1.0' in client.get("/metrics").text
+
+
+def test_full_queue_refuses_before_the_prompt_is_tokenized(start: Start) -> None:
+    """Else it would say that the prompt is too long."""
+    config = ServerConfig()
+    config.scheduler.max_queue = config.scheduler.max_num_seqs = 1
+    server = start(config)
+    server.engine.paused.set()
+    held = [Background(server, max_tokens=1) for _ in range(2)]
+    server.wait_for(lambda: len(server.engine.requests) == 2)
+    too_long = "x" * 5000
+    requests = [
+        ("/v1/completions", {"prompt": too_long}),
+        ("/v1/completions", {"prompt": [1] * 5000}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": too_long}]}),
+    ]
+    with server.client() as client:
+        for path, body in requests:
+            assert client.post(path, json=body).status_code == 429
+            assert client.post(path, json={**body, "temperature": -1}).status_code == 400
+        server.engine.paused.clear()
+        assert [request.result().status_code for request in held] == [200] * 2
+        assert [client.post(path, json=body).status_code for path, body in requests] == [400] * 3
 
 
 def test_engines_own_count_of_waiting_requests_bounds_the_queue(start: Start) -> None:
