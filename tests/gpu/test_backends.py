@@ -42,6 +42,9 @@ def test_agrees_with_torch_sdpa(name: str, device: torch.device) -> None:
         ([1] * 5, [1, 63, 64, 65, 3000]),
         ([70, 1, 200, 1], [70, 900, 777, 2]),
         ([128] * 3, [128, 129, 1024]),
+        # Decodes at the front: enough of them, and few with a long one.
+        ([1] * 13 + [70, 1, 200], [*range(60, 73), 90, 5, 200]),
+        ([1, 1, 1, 128, 7], [2500, 1, 64, 128, 71]),
     ):
         batch = synthetic_batch(backend.spec, query_lens, seq_lens, seed=5)
         wanted, got = attend(plain, batch), attend(backend, batch)
