@@ -1,4 +1,4 @@
-"""Cases of the projections: the GEMV that small decode steps use, and cuBLAS beside it."""
+"""Cases of the projections: the kernels that small decode steps use, and cuBLAS beside them."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ def linear_cases(
     for label, (n, k) in (SMALL_MATRICES if small else MATRICES).items():
         for m in rows:
             yield _case(device, dtype, "gemv", label, m, n, k, bias=label == "ragged")
-            if m == 1 and label == "gate_up":
-                yield _gated(device, dtype, n, k)
+            if m <= 2 and label in ("gate_up", "even"):
+                yield _gated(device, dtype, label, m, n, k)
             if with_cublas:
                 yield _case(device, dtype, "cublas", label, m, n, k, bias=False)
 
@@ -54,14 +54,14 @@ def _case(
     return Case(f"linear/{kernel}", f"{label} {m} x {n} x {k}", dtype, moved, 2 * m * n * k, build)
 
 
-def _gated(device: torch.device, dtype: torch.dtype, n: int, k: int) -> Case:
-    """One row through the merged gate and up projection and the activation, in one launch."""
+def _gated(device: torch.device, dtype: torch.dtype, label: str, m: int, n: int, k: int) -> Case:
+    """One or two rows through the merged gate and up projection and the activation, in one launch."""
 
     def build(seed: int) -> Instance:
         from server.kernels.gemv import gated_gemv
 
         generator = torch.Generator(device=device).manual_seed(seed)
-        x = torch.empty(1, k, dtype=dtype, device=device).normal_(generator=generator)
+        x = torch.empty(m, k, dtype=dtype, device=device).normal_(generator=generator)
         weight = torch.empty(n, k, dtype=dtype, device=device).normal_(generator=generator) * k**-0.5
 
         def expected() -> tuple[torch.Tensor, ...]:
@@ -70,5 +70,5 @@ def _gated(device: torch.device, dtype: torch.dtype, n: int, k: int) -> Case:
 
         return Instance(lambda: (gated_gemv(x, weight, None),), expected)
 
-    moved = dtype.itemsize * (n * k + k + n // 2)
-    return Case("linear/gated_gemv", f"gate_up 1 x {n} x {k}", dtype, moved, 2 * n * k, build)
+    moved = dtype.itemsize * (n * k + m * (k + n // 2))
+    return Case("linear/gated_gemv", f"{label} {m} x {n} x {k}", dtype, moved, 2 * m * n * k, build)

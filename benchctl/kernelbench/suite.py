@@ -40,7 +40,7 @@ def all_check_cases(device: torch.device, dtypes: list[torch.dtype], *, small: b
                 yield from check_cases(name, backend_class, device, dtype, small=small)
         yield from layer_cases(device, dtype, [1, 5] if small else [1, 7, 300], small=small)
         if dtype is not torch.float32:
-            yield from linear_cases(device, dtype, [1, 3, 8], small=small)
+            yield from linear_cases(device, dtype, [1, 2, 3, 8], small=small)
     yield from sampling_cases(device, [1, 3] if small else [1, 64], small=small)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -142,38 +142,58 @@ def _prefill_trials(device: torch.device, dtype: torch.dtype, page: int, head_di
 
 
 def _gemv_trials(device: torch.device, dtype: torch.dtype, page: int, head_dim: int) -> list[Trial]:
-    from server.kernels.gemv import GemvConfig, gemv
+    from server.kernels.activation import silu_and_mul
+    from server.kernels.gemv import GemvConfig, gated_gemv, gemv
 
     single = [
-        (1, 512, 2, 0), (1, 512, 4, 0), (1, 1024, 4, 0), (1, 1024, 8, 0), (1, 2048, 8, 0), (2, 512, 4, 0),
-        (2, 1024, 8, 0), (4, 512, 4, 0), (4, 512, 8, 0),
+        (1, 512, 2), (1, 512, 4), (1, 1024, 4), (1, 1024, 8), (1, 2048, 8), (2, 512, 4), (2, 1024, 8), (4, 512, 4),
+        (4, 512, 8),
     ]  # fmt: skip
+    pair = [(1, 1024, 4), (1, 1024, 8), (2, 512, 2), (2, 512, 4), (2, 1024, 4), (2, 1024, 8), (4, 512, 4), (4, 512, 8)]
     several = [
-        (16, 128, 4, 4), (16, 256, 4, 3), (16, 256, 4, 4), (16, 512, 4, 3), (32, 128, 4, 4), (32, 256, 4, 3),
-        (32, 256, 8, 3), (64, 128, 4, 4), (64, 128, 8, 4),
+        (16, 128, 2, 4), (16, 128, 2, 6), (16, 128, 2, 8), (16, 128, 4, 4), (16, 256, 2, 4), (16, 256, 4, 4),
+        (16, 512, 4, 3), (32, 128, 2, 5), (32, 128, 4, 4), (32, 256, 8, 3),
     ]  # fmt: skip
+    gated = [(1, 512, 2), (1, 512, 4), (1, 1024, 4), (1, 1024, 8)]
+    candidates: list[tuple[str, int, Sequence[tuple[int, ...]], bool]] = [
+        *((label, 1, single, False) for label in ("qkv", "gate_up", "down")),
+        *((label, 2, pair, False) for label in ("qkv", "o", "down")),
+        *((label, rows, several, False) for label in ("qkv", "o", "gate_up", "down") for rows in (4, 8)),
+        *(("gate_up", rows, gated, True) for rows in (1, 2)),
+    ]
     trials = []
-    for label in ("qkv", "gate_up", "down"):
+    for label, rows, tiles, silu in candidates:
         n, k = MATRICES[label]
-        for rows, tiles in ((1, [*single, None]), (4, [*several, None]), (8, [*several, None])):
-            for tile in tiles:
-                config = GemvConfig(*tile) if tile else None
+        for tile in (*tiles, None):
+            config = GemvConfig(*tile) if tile else None
 
-                def build(
-                    seed: int, size: tuple[int, int, int] = (rows, n, k), config: GemvConfig | None = config
-                ) -> Instance:
-                    generator = torch.Generator(device=device).manual_seed(seed)
-                    m, n, k = size
-                    x = torch.empty(m, k, dtype=dtype, device=device).normal_(generator=generator)
-                    weight = torch.empty(n, k, dtype=dtype, device=device).normal_(generator=generator)
+            def build(
+                seed: int,
+                size: tuple[int, int, int] = (rows, n, k),
+                config: GemvConfig | None = config,
+                silu: bool = silu,
+            ) -> Instance:
+                generator = torch.Generator(device=device).manual_seed(seed)
+                m, n, k = size
+                x = torch.empty(m, k, dtype=dtype, device=device).normal_(generator=generator)
+                weight = torch.empty(n, k, dtype=dtype, device=device).normal_(std=k**-0.5, generator=generator)
+
+                def run() -> tuple[torch.Tensor, ...]:
                     if config is None:
-                        return Instance(lambda: (x @ weight.T,), lambda: (x.float() @ weight.float().T,))
-                    return Instance(
-                        lambda: (gemv(x, weight, None, config=config),), lambda: (x.float() @ weight.float().T,)
-                    )
+                        product = x @ weight.T
+                        return (silu_and_mul(product) if silu else product,)
+                    return ((gated_gemv if silu else gemv)(x, weight, None, config=config),)
 
-                case = Case("gemv", f"{label} {rows} x {n} x {k}", dtype, dtype.itemsize * n * k, 0, build)
-                trials.append(Trial(case, _text(config) if config else "cuBLAS", (label, rows > 1, tile)))
+                def expected() -> tuple[torch.Tensor, ...]:
+                    product = x.float() @ weight.float().T
+                    return (silu_and_mul(product) if silu else product,)
+
+                return Instance(run, expected)
+
+            kernel = "gated gemv" if silu else "gemv"
+            case = Case(kernel, f"{label} {rows} x {n} x {k}", dtype, dtype.itemsize * n * k, 0, build)
+            # Three and more rows have one binary.
+            trials.append(Trial(case, _text(config) if config else "cuBLAS", (kernel, label, min(rows, 3), tile)))
     return trials
 
 

@@ -1,10 +1,10 @@
-"""Matrix times one to eight vectors, for the projections of a small decode step: as fast as the matrix can be read.
+"""Matrix times a few vectors, for the projections of a small decode step: as fast as the matrix can be read.
 
-One program per output row (or a few) reads the row once in large blocks and accumulates in fp32. On an H200 this reads
-3.6-4.6 TB/s, where cuBLAS's choice for one vector reads 3.3-4.0. Above `MAX_ROWS` the tensor cores are needed and
-cuBLAS is the better kernel.
+One and two rows of x: one program per output row of the weight (or a few) reads it once in large blocks and accumulates
+in fp32. On an H200 this reads 3.6-4.6 TB/s, where cuBLAS's choice for one vector reads 3.3-4.0. More rows need the
+tensor cores, where cuBLAS is the better kernel, but for small matrices (`config_for`).
 
-The weight does not depend on the kernel before, so its first blocks are read before the wait for that kernel (see
+The weight does not depend on the kernel before, so the GEMV reads its first blocks before the wait for that kernel (see
 `server.kernels.launch`): memory stays busy while one kernel ends and the next begins.
 """
 
@@ -20,7 +20,14 @@ from server.kernels.launch import INTERPRETED, Prebound, cached, start_dependent
 from server.kernels.paged_tiles import multiply_add
 
 MAX_ROWS = 8
-"""Most rows of x for which this kernel is used."""
+"""Most rows of x for which any of these kernels is used."""
+
+_GEMV_ROWS = 2
+"""Most rows of x for the GEMV, which has a kernel for each number of them; above, there is one on the tensor cores."""
+
+
+_UNROLL = 4
+"""Blocks per turn of the loop over a row."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,21 +36,24 @@ class GemvConfig:
     """Output columns (rows of the weight) per program."""
     block_k: int
     num_warps: int
-    num_stages: int
-    """Blocks of the weight that are on their way at a time; 0: leave it to the compiler."""
+    num_stages: int = 1
+    """Blocks of the weight that are on their way at a time; the GEMV leaves that to the compiler."""
     ahead: int = 4
-    """Most blocks of each row of the weight that a program of one row reads before it waits for x."""
+    """Most blocks of each row of the weight that a program of the GEMV reads before it waits for x; at least 3."""
+
+    def __post_init__(self) -> None:
+        if self.ahead < _UNROLL - 1:
+            raise ValueError(f"ahead={self.ahead}: fewer than {_UNROLL - 1} need not leave whole turns of the loop")
 
 
-# Upper bound of the rows of x -> config, in order; the best of a sweep on one H200 over the 8B shape's projections.
-GEMV_TABLE: dict[int, GemvConfig] = {
-    1: GemvConfig(1, 1024, 4, 0),
-    MAX_ROWS: GemvConfig(16, 256, 4, 4),
-}
+# Rows of x -> config; the best of sweeps on one H200 over the 8B shape's projections.
+GEMV_TABLE = {1: GemvConfig(1, 1024, 4), 2: GemvConfig(2, 1024, 4)}
+GATED_TABLE = {1: GemvConfig(1, 1024, 4), 2: GemvConfig(1, 512, 4)}
+SKINNY = GemvConfig(16, 128, 2, 6)
 
-
-_UNROLL = 4
-"""Blocks per turn of the loop over a row."""
+_SKINNY_ROWS = (5, MAX_ROWS)
+_SKINNY_ELEMENTS = 6144 * 4096
+"""Elements of the largest weight for which the skinny kernel is used."""
 
 
 @triton.jit
@@ -56,6 +66,23 @@ def _load_rows(pointers, column_mask, MASKED: tl.constexpr):
 
 
 @triton.jit
+def _load_x(x_ptr, offs, mask):
+    """A block (BLOCK_K,) of a row of x; `mask` is None where all of it lies inside."""
+    if mask is None:
+        return tl.load(x_ptr + offs).to(tl.float32)
+    else:
+        return tl.load(x_ptr + offs, mask=mask, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _store_sums(out_ptr, bias_ptr, acc, columns, column_mask, HAS_BIAS: tl.constexpr):
+    total = tl.sum(acc, 1)
+    if HAS_BIAS:
+        total += tl.load(bias_ptr + columns, mask=column_mask, other=0.0).to(tl.float32)
+    tl.store(out_ptr + columns, total.to(out_ptr.dtype.element_ty), mask=column_mask)
+
+
+@triton.jit
 def _gemv_kernel(
     x_ptr,
     weight_ptr,
@@ -63,6 +90,7 @@ def _gemv_kernel(
     out_ptr,
     K: tl.constexpr,
     N: tl.constexpr,
+    ROWS: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     AHEAD: tl.constexpr,
@@ -70,7 +98,8 @@ def _gemv_kernel(
     HAS_BIAS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One row of x: BLOCK_N output columns per program, each lane keeping its own partial sums to the end."""
+    """ROWS (one or two) rows of x: BLOCK_N output columns per program, each lane keeping its own partial sums to the
+    end."""
     start_dependents(PDL)
     MASKED: tl.constexpr = N % BLOCK_N != 0
     columns = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -83,23 +112,46 @@ def _gemv_kernel(
         ahead = ahead + (block,)  # type: ignore[assignment]  # noqa: RUF005 - Triton has no (*ahead, block)
     wait_for_earlier(PDL)
     acc = tl.zeros((BLOCK_N, BLOCK_K), dtype=tl.float32)
+    acc_1 = acc
     for i in tl.static_range(AHEAD):
-        x = tl.load(x_ptr + i * BLOCK_K + offs_k).to(tl.float32)
-        acc += ahead[i].to(tl.float32) * x[None, :]
+        x = _load_x(x_ptr, i * BLOCK_K + offs_k, None)
+        weight = ahead[i].to(tl.float32)  # type: ignore[var-annotated]
+        acc += weight * x[None, :]
+        if ROWS == 2:
+            acc_1 += weight * _load_x(x_ptr + K, i * BLOCK_K + offs_k, None)[None, :]
     for k in tl.range(AHEAD * BLOCK_K, K // BLOCK_K * BLOCK_K, BLOCK_K, loop_unroll_factor=UNROLL):
-        x = tl.load(x_ptr + k + offs_k).to(tl.float32)
-        weight = _load_rows(rows + (k + offs_k)[None, :], column_mask, MASKED)
-        acc += weight.to(tl.float32) * x[None, :]
+        x = _load_x(x_ptr, k + offs_k, None)
+        weight = _load_rows(rows + (k + offs_k)[None, :], column_mask, MASKED).to(tl.float32)
+        acc += weight * x[None, :]
+        if ROWS == 2:
+            acc_1 += weight * _load_x(x_ptr + K, k + offs_k, None)[None, :]
     if K % BLOCK_K:
         offs_tail = K // BLOCK_K * BLOCK_K + offs_k
         tail_mask = offs_tail < K
-        x = tl.load(x_ptr + offs_tail, mask=tail_mask, other=0.0).to(tl.float32)
-        weight = tl.load(rows + offs_tail[None, :], mask=column_mask[:, None] & tail_mask[None, :], other=0.0)
-        acc += weight.to(tl.float32) * x[None, :]
-    total = tl.sum(acc, 1)
+        x = _load_x(x_ptr, offs_tail, tail_mask)
+        mask = column_mask[:, None] & tail_mask[None, :]
+        weight = tl.load(rows + offs_tail[None, :], mask=mask, other=0.0).to(tl.float32)
+        acc += weight * x[None, :]
+        if ROWS == 2:
+            acc_1 += weight * _load_x(x_ptr + K, offs_tail, tail_mask)[None, :]
+    _store_sums(out_ptr, bias_ptr, acc, columns, column_mask, HAS_BIAS)
+    if ROWS == 2:
+        _store_sums(out_ptr + N, bias_ptr, acc_1, columns, column_mask, HAS_BIAS)
+
+
+@triton.jit
+def _store_gated(out_ptr, bias_ptr, gates, ups, column, N: tl.constexpr, HAS_BIAS: tl.constexpr):
+    """Rounds where the projection and `server.layers.activation.SiluAndMul` round."""
+    gate = tl.sum(gates, 0)
+    up = tl.sum(ups, 0)
     if HAS_BIAS:
-        total += tl.load(bias_ptr + columns, mask=column_mask, other=0.0).to(tl.float32)
-    tl.store(out_ptr + columns, total.to(out_ptr.dtype.element_ty), mask=column_mask)
+        gate += tl.load(bias_ptr + column).to(tl.float32)
+        up += tl.load(bias_ptr + N + column).to(tl.float32)
+    dtype: tl.constexpr = out_ptr.dtype.element_ty
+    gate = gate.to(dtype).to(tl.float32)
+    up = up.to(dtype).to(tl.float32)
+    silu = (gate / (1.0 + tl.exp(-gate))).to(dtype).to(tl.float32)
+    tl.store(out_ptr + column, (silu * up).to(dtype))
 
 
 @triton.jit
@@ -110,14 +162,15 @@ def _gated_gemv_kernel(
     out_ptr,
     K: tl.constexpr,
     N: tl.constexpr,
+    ROWS: tl.constexpr,
     BLOCK_K: tl.constexpr,
     AHEAD: tl.constexpr,
     UNROLL: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One row of x: a program makes one element of `silu(gate) * up` from rows n and n + N of the weight. Rounds where
-    the projection and `server.layers.activation.SiluAndMul` round."""
+    """ROWS (one or two) rows of x: a program makes one column of `silu(gate) * up` from rows n and n + N of the
+    weight."""
     start_dependents(PDL)
     column = tl.program_id(0)
     offs_k = tl.arange(0, BLOCK_K)
@@ -130,31 +183,44 @@ def _gated_gemv_kernel(
         ahead = ahead + (blocks,)  # type: ignore[assignment]  # noqa: RUF005
     wait_for_earlier(PDL)
     gates = tl.zeros((BLOCK_K,), dtype=tl.float32)
-    ups = tl.zeros((BLOCK_K,), dtype=tl.float32)
+    ups = gates
+    gates_1 = gates
+    ups_1 = gates
     for i in tl.static_range(AHEAD):
-        x = tl.load(x_ptr + i * BLOCK_K + offs_k).to(tl.float32)
-        gates += ahead[i][0].to(tl.float32) * x
-        ups += ahead[i][1].to(tl.float32) * x
+        x = _load_x(x_ptr, i * BLOCK_K + offs_k, None)
+        gate = ahead[i][0].to(tl.float32)  # type: ignore[var-annotated]
+        gates += gate * x
+        up = ahead[i][1].to(tl.float32)
+        ups += up * x
+        if ROWS == 2:
+            x = _load_x(x_ptr + K, i * BLOCK_K + offs_k, None)
+            gates_1 += gate * x
+            ups_1 += up * x
     for k in tl.range(AHEAD * BLOCK_K, K // BLOCK_K * BLOCK_K, BLOCK_K, loop_unroll_factor=UNROLL):
-        x = tl.load(x_ptr + k + offs_k).to(tl.float32)
-        gates += tl.load(gate_row + k + offs_k).to(tl.float32) * x
-        ups += tl.load(up_row + k + offs_k).to(tl.float32) * x
+        x = _load_x(x_ptr, k + offs_k, None)
+        gate = tl.load(gate_row + k + offs_k).to(tl.float32)
+        gates += gate * x
+        up = tl.load(up_row + k + offs_k).to(tl.float32)
+        ups += up * x
+        if ROWS == 2:
+            x = _load_x(x_ptr + K, k + offs_k, None)
+            gates_1 += gate * x
+            ups_1 += up * x
     if K % BLOCK_K:
         offs_tail = K // BLOCK_K * BLOCK_K + offs_k
         mask = offs_tail < K
-        x = tl.load(x_ptr + offs_tail, mask=mask, other=0.0).to(tl.float32)
-        gates += tl.load(gate_row + offs_tail, mask=mask, other=0.0).to(tl.float32) * x
-        ups += tl.load(up_row + offs_tail, mask=mask, other=0.0).to(tl.float32) * x
-    gate = tl.sum(gates, 0)
-    up = tl.sum(ups, 0)
-    if HAS_BIAS:
-        gate += tl.load(bias_ptr + column).to(tl.float32)
-        up += tl.load(bias_ptr + N + column).to(tl.float32)
-    dtype: tl.constexpr = out_ptr.dtype.element_ty
-    gate = gate.to(dtype).to(tl.float32)
-    up = up.to(dtype).to(tl.float32)
-    silu = (gate / (1.0 + tl.exp(-gate))).to(dtype).to(tl.float32)
-    tl.store(out_ptr + column, (silu * up).to(dtype))
+        x = _load_x(x_ptr, offs_tail, mask)
+        gate = tl.load(gate_row + offs_tail, mask=mask, other=0.0).to(tl.float32)
+        gates += gate * x
+        up = tl.load(up_row + offs_tail, mask=mask, other=0.0).to(tl.float32)
+        ups += up * x
+        if ROWS == 2:
+            x = _load_x(x_ptr + K, offs_tail, mask)
+            gates_1 += gate * x
+            ups_1 += up * x
+    _store_gated(out_ptr, bias_ptr, gates, ups, column, N, HAS_BIAS)
+    if ROWS == 2:
+        _store_gated(out_ptr + N, bias_ptr, gates_1, ups_1, column, N, HAS_BIAS)
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -171,7 +237,7 @@ def _skinny_kernel(
     HAS_BIAS: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
-    """Two to sixteen rows of x on the tensor cores: a (BLOCK_N, K) slice of the weight per program.
+    """Up to sixteen rows of x on the tensor cores: a (BLOCK_N, K) slice of the weight per program.
 
     Not a dependent of the kernel before: as one, with the first blocks of the weight fetched into L2 while it waits, a
     step of eight rows took a fifth longer on an H200.
@@ -204,49 +270,71 @@ def _blocks_ahead(k: int, config: GemvConfig) -> int:
 
 
 @cached
-def _bound(dtype: torch.dtype, k: int, n: int, skinny: bool, has_bias: bool, config: GemvConfig) -> Prebound:
-    constants: tuple[int, ...] = (k, n, config.block_n, config.block_k)
-    if skinny:
-        kernel, constants = _skinny_kernel, (*constants, has_bias, INTERPRETED)
-    else:
-        kernel, constants = _gemv_kernel, (*constants, _blocks_ahead(k, config), _UNROLL, has_bias)
-    warps, stages = config.num_warps, max(config.num_stages, 1)
-    return Prebound(kernel, constants, num_warps=warps, num_stages=stages, pdl=not skinny)
+def _bound(dtype: torch.dtype, k: int, n: int, rows: int, has_bias: bool, config: GemvConfig) -> Prebound:
+    """The kernel for that many rows of x; from three on it is one for all."""
+    constants: tuple[int, ...]
+    if rows <= _GEMV_ROWS:
+        constants = (k, n, rows, config.block_n, config.block_k, _blocks_ahead(k, config), _UNROLL, has_bias)
+        return Prebound(_gemv_kernel, constants, num_warps=config.num_warps, num_stages=1, pdl=True)
+    constants = (k, n, config.block_n, config.block_k, has_bias, INTERPRETED)
+    return Prebound(_skinny_kernel, constants, num_warps=config.num_warps, num_stages=config.num_stages)
 
 
 def supports(weight: torch.Tensor) -> bool:
-    """Whether `gemv` can multiply by this weight: half precision, contiguous, rows of whole 16-byte vectors."""
+    """Whether these kernels can multiply by this weight: half precision, contiguous, rows of whole 16-byte vectors."""
     half = weight.dtype in (torch.bfloat16, torch.float16)
     return half and weight.is_contiguous() and weight.shape[1] % 8 == 0
+
+
+def config_for(rows: int, n: int, k: int) -> GemvConfig | None:
+    """Which kernel multiplies `rows` rows of x by a weight (n, k): the parameters for `gemv`, or None: cuBLAS.
+
+    From sweeps on one H200. One and two rows: the GEMV everywhere. Three and four: cuBLAS. Five to eight: the skinny
+    kernel, as long as the matrix is so small that cuBLAS does not fill the device with it. More: cuBLAS.
+    """
+    if 0 < rows <= _GEMV_ROWS:
+        return GEMV_TABLE[rows]
+    if _SKINNY_ROWS[0] <= rows <= _SKINNY_ROWS[1] and n * k <= _SKINNY_ELEMENTS:
+        return SKINNY
+    return None
+
+
+def rows_to_warm_up(n: int, k: int) -> list[int]:
+    """Numbers of rows which together meet every kernel that `config_for` can choose for a weight (n, k)."""
+    return [rows for rows in (*range(1, _GEMV_ROWS + 1), _SKINNY_ROWS[0]) if config_for(rows, n, k) is not None]
 
 
 def gemv(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *, config: GemvConfig | None = None
 ) -> torch.Tensor:
-    """x (M, K) contiguous with 1 <= M <= MAX_ROWS, weight (N, K) for which `supports` holds -> (M, N)."""
+    """x (M, K) contiguous with 1 <= M <= MAX_ROWS, weight (N, K) for which `supports` holds -> (M, N). Without a
+    `config` that for M, even where cuBLAS is the better choice."""
     rows, k = x.shape
     n = weight.shape[0]
     out = torch.empty((rows, n), dtype=x.dtype, device=x.device)
     if config is None:
-        config = GEMV_TABLE[1] if rows == 1 else GEMV_TABLE[MAX_ROWS]
-    skinny = rows > 1
-    kernel = _bound(x.dtype, k, n, skinny, bias is not None, config)
+        config = GEMV_TABLE.get(rows, SKINNY)
+    skinny = rows > _GEMV_ROWS
+    kernel = _bound(x.dtype, k, n, min(rows, _GEMV_ROWS + 1), bias is not None, config)
     tensors = (x, weight, weight if bias is None else bias, out)
     kernel((-(-n // config.block_n), 1, 1), tensors, (rows,) if skinny else ())
     return out
 
 
 @cached
-def _bound_gated(dtype: torch.dtype, k: int, n: int, has_bias: bool) -> Prebound:
-    config = GEMV_TABLE[1]
-    constants = (k, n, config.block_k, _blocks_ahead(k, config), _UNROLL, has_bias)
+def _bound_gated(dtype: torch.dtype, k: int, n: int, rows: int, has_bias: bool, config: GemvConfig) -> Prebound:
+    constants = (k, n, rows, config.block_k, _blocks_ahead(k, config), _UNROLL, has_bias)
     return Prebound(_gated_gemv_kernel, constants, num_warps=config.num_warps, num_stages=1, pdl=True)
 
 
-def gated_gemv(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """`silu(gate) * up` of a merged projection: x (1, K) contiguous, weight (2N, K) that `supports` admits; (1, N)."""
-    k, n = weight.shape[1], weight.shape[0] // 2
-    out = torch.empty((1, n), dtype=x.dtype, device=x.device)
-    kernel = _bound_gated(x.dtype, k, n, bias is not None)
+def gated_gemv(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *, config: GemvConfig | None = None
+) -> torch.Tensor:
+    """`silu(gate) * up` of a merged projection: x (M, K) contiguous with M a key of `GATED_TABLE`, weight (2N, K) that
+    `supports` admits -> (M, N)."""
+    rows, k = x.shape
+    n = weight.shape[0] // 2
+    out = torch.empty((rows, n), dtype=x.dtype, device=x.device)
+    kernel = _bound_gated(x.dtype, k, n, rows, bias is not None, config or GATED_TABLE[rows])
     kernel((n, 1, 1), (x, weight, weight if bias is None else bias, out))
     return out

@@ -23,7 +23,7 @@ from server.forward_context import get_forward_context
 from server.kernels import norm_op as _norm_op  # noqa: F401 - registers the operators
 from server.kernels.activation import silu_and_mul
 from server.kernels.embedding import embedding
-from server.kernels.gemv import MAX_ROWS, gemv, supports
+from server.kernels.gemv import config_for, gemv, rows_to_warm_up, supports
 from server.kernels.launch import WARM_UP_THREADS
 from server.kernels.linear_op import gated_linear, linear
 from server.kernels.norm import add_rms_norm, rms_norm
@@ -107,11 +107,13 @@ def _linear(layer: Linear) -> Forward | None:
     weight, bias = layer.weight, layer.bias
     if not supports(weight):
         return None
+    n, k = weight.shape
 
     def forward(x: torch.Tensor) -> torch.Tensor:
-        if 0 < x.shape[0] <= MAX_ROWS and x.is_contiguous():
-            return gemv(x, weight, bias)
-        return F.linear(x, weight, bias)
+        config = config_for(x.shape[0], n, k)
+        if config is None or not x.is_contiguous():
+            return F.linear(x, weight, bias)
+        return gemv(x, weight, bias, config=config)
 
     return forward
 
@@ -215,20 +217,23 @@ def _norms(layer: SelfAttention) -> tuple[tuple[torch.Tensor, torch.Tensor] | No
 
 @torch.inference_mode()
 def warm_up_layers(model: nn.Module, *, norms: bool) -> None:
-    """Compile the kernels of every distinct projection of `model`, for one row and for the several that share one; with
-    `norms` those of its norms, too."""
+    """Compile the kernels of every distinct projection of `model`, and of its activation; with `norms` those of its
+    norms, too."""
+    feed_forwards = [module for module in model.modules() if isinstance(module, FeedForward)]
+    gated = {module.gate_up_proj for module in feed_forwards}
     distinct: dict[tuple[torch.Size, bool, bool], tuple[Linear, Forward]] = {}
-    for module in model.modules():
-        gated = isinstance(module, FeedForward)
-        layer = module.gate_up_proj if isinstance(module, FeedForward) else module
+    for layer in model.modules():
         if isinstance(layer, Linear) and supports(layer.weight):
-            function = gated_linear if gated else linear
-            distinct.setdefault((layer.weight.shape, layer.bias is not None, gated), (layer, function))
+            key = (layer.weight.shape, layer.bias is not None, layer in gated)
+            distinct.setdefault(key, (layer, gated_linear if layer in gated else linear))
     calls: list[Callable[[], Any]] = [
         partial(function, layer.weight.new_zeros(rows, layer.in_features), layer.weight, layer.bias)
         for layer, function in distinct.values()
-        for rows in (1, 2)
+        for rows in rows_to_warm_up(*layer.weight.shape)
     ]
+    # What follows a gated projection of more rows.
+    widths = {layer.out_features: layer.weight for layer, function in distinct.values() if function is gated_linear}
+    calls += [partial(silu_and_mul, weight.new_zeros(1, width)) for width, weight in widths.items()]
     if norms:
         # Norms of heads are part of the rotary kernel; the others are all of one size.
         decoder_layer = next(module for module in model.modules() if isinstance(module, DecoderLayer))

@@ -1,7 +1,7 @@
 """`torch.ops.benchserve.linear` and `gated_linear`: projections that pick their kernel by the number of rows they get.
 
 Opaque to Dynamo and Inductor, so a compiled piece keeps the choice until it runs, which is when a CUDA Graph of a given
-size is captured: graphs of one to eight tokens hold the GEMV, larger ones hold cuBLAS.
+size is captured (`server.kernels.gemv.config_for`): those of one and two tokens hold the GEMV, large ones hold cuBLAS.
 """
 
 from __future__ import annotations
@@ -10,19 +10,20 @@ import torch
 import torch.nn.functional as F
 
 from server.kernels.activation import silu_and_mul
-from server.kernels.gemv import MAX_ROWS, gated_gemv, gemv, supports
+from server.kernels.gemv import GATED_TABLE, config_for, gated_gemv, gemv, supports
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     """`x @ weight.T + bias`: x (M, K), weight (N, K), bias (N,) -> (M, N). CUDA tensors."""
-    if 0 < x.shape[0] <= MAX_ROWS and x.is_contiguous() and supports(weight):
-        return gemv(x, weight, bias)
-    return F.linear(x, weight, bias)
+    config = config_for(x.shape[0], *weight.shape)
+    if config is None or not x.is_contiguous() or not supports(weight):
+        return F.linear(x, weight, bias)
+    return gemv(x, weight, bias, config=config)
 
 
 def gated_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     """`silu(gate) * up` of the merged projection `linear(x, weight, bias)`: x (M, K), weight (2N, K) -> (M, N)."""
-    if x.shape[0] == 1 and x.is_contiguous() and supports(weight):
+    if x.shape[0] in GATED_TABLE and x.is_contiguous() and supports(weight):
         return gated_gemv(x, weight, bias)
     return silu_and_mul(linear(x, weight, bias))
 

@@ -146,7 +146,6 @@ class Chain:
                 query,
                 self.caches[number],
                 metadata.block_table,
-                metadata.query_start_loc,
                 metadata.seq_lens,
                 metadata.max_seq_len,
                 shape.head_dim**-0.5,
@@ -155,7 +154,7 @@ class Chain:
             )
             x = gemv.gemv(output.flatten(1), layer.o, None)
             x, residual = norm.add_rms_norm(x, residual, layer.norm_2, 1e-5, in_place=number % 2 == 0)
-            if self.count == 1:
+            if self.count in gemv.GATED_TABLE:
                 x = gemv.gated_gemv(x, layer.gate_up, None)
             else:
                 x = activation.silu_and_mul(gemv.gemv(x, layer.gate_up, None))
@@ -183,7 +182,7 @@ class Chain:
         return int(wrong)
 
 
-@pytest.mark.parametrize("count", [1, 8])
+@pytest.mark.parametrize("count", [1, 2, 8])
 @pytest.mark.parametrize("name", SHAPES)
 def test_a_chain_of_dependents_gives_the_same_bits(
     name: str, count: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
@@ -218,7 +217,7 @@ def test_the_option_arrives_at_the_launcher(device: torch.device, monkeypatch: p
         weight = torch.randn(64, 1024, device=device, dtype=torch.bfloat16)
         x = torch.randn(1, 1024, device=device, dtype=torch.bfloat16)
         gemv.gemv(x, weight, None)
-        bound = gemv._bound(torch.bfloat16, 1024, 64, False, False, gemv.GEMV_TABLE[1])
+        bound = gemv._bound(torch.bfloat16, 1024, 64, 1, False, gemv.GEMV_TABLE[1])
         run, run_dependent, _, _, constants = bound._bound[device.index]
         assert constants[-1] is True
         assert run_dependent.launch_pdl

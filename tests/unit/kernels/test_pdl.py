@@ -24,14 +24,14 @@ HALF, FLOAT, INT, LONG = "*bf16", "*fp32", "*i32", "*i64"
 
 # By name: the kernel has too many to count.
 DECODE_TYPES = {
-    "q_ptr": HALF, "kv_ptr": HALF, "block_table_ptr": INT, "query_start_loc_ptr": INT, "seq_lens_ptr": INT,
-    "items_ptr": INT, "out_ptr": HALF, "partial_ptr": FLOAT, "stats_ptr": FLOAT, "counter_ptr": INT,
+    "q_ptr": HALF, "kv_ptr": HALF, "block_table_ptr": INT, "seq_lens_ptr": INT, "items_ptr": INT,
+    "out_ptr": HALF, "partial_ptr": FLOAT, "stats_ptr": FLOAT, "counter_ptr": INT,
     "scale_log2": "fp32", "v_offset16": "i64", "block_table_stride": "i32", "q_stride8": "i32", "out_stride8": "i32",
 }  # fmt: skip
 DECODE = {
     "NUM_KV_HEADS": 2, "GROUP": 4, "HEAD_DIM": 64, "PAGE": 16, "PAGE_STRIDE": 4096, "ROW_STRIDE": 128,
     "HEAD_STRIDE": 64, "BLOCK_G": 16, "BLOCK_D": 64, "BLOCK_N": 16, "MIN_CHUNK": 16, "BLOCK_Q": 4, "MAX_SPLITS": 4,
-    "MERGE_SPLITS": 4, "FIELDS": 8, "PLANNED": False, "MIXED": False, "UPCAST": False,
+    "MERGE_SPLITS": 4, "FIELDS": 8, "PLANNED": False, "UPCAST": False,
 }  # fmt: skip
 
 
@@ -45,10 +45,12 @@ def decode_case(reads: int, **changed: bool) -> tuple[Any, list[str], tuple[Any,
 # Every kernel that is launched as a dependent: types of pointers and scalars, constants before PDL, and how many reads
 # a thread issues before it waits.
 CASES: dict[str, tuple[Any, list[str], tuple[Any, ...], int]] = {
-    "gemv": (gemv._gemv_kernel, [HALF] * 4, (4096, 64, 1, 1024, 4, 4, False), 4),
-    "gemv, long rows": (gemv._gemv_kernel, [HALF] * 4, (14336, 64, 1, 1024, 2, 4, True), 2),
-    "gemv, ragged": (gemv._gemv_kernel, [HALF] * 4, (1096, 37, 2, 512, 2, 4, True), 2),
-    "gated gemv": (gemv._gated_gemv_kernel, [HALF] * 4, (4096, 64, 1024, 4, 4, False), 8),
+    "gemv": (gemv._gemv_kernel, [HALF] * 4, (4096, 64, 1, 1, 1024, 4, 4, False), 4),
+    "gemv, long rows": (gemv._gemv_kernel, [HALF] * 4, (14336, 64, 1, 1, 1024, 2, 4, True), 2),
+    "gemv, ragged": (gemv._gemv_kernel, [HALF] * 4, (1096, 37, 1, 2, 512, 2, 4, True), 2),
+    "gemv, two rows": (gemv._gemv_kernel, [HALF] * 4, (4096, 64, 2, 2, 1024, 4, 4, False), 8),
+    "gated gemv": (gemv._gated_gemv_kernel, [HALF] * 4, (4096, 64, 1, 1024, 4, 4, False), 8),
+    "gated gemv, two rows": (gemv._gated_gemv_kernel, [HALF] * 4, (4096, 64, 2, 512, 4, 4, False), 8),
     "rms_norm": (norm._rms_norm_kernel, [HALF, HALF, HALF, "fp32"], (1024, 1, 1024, 1024), 1),
     "add_rms_norm": (norm._add_rms_norm_kernel, [*[HALF] * 5, "fp32"], (1024, 1024), 1),
     "rotary": (
@@ -65,7 +67,6 @@ CASES: dict[str, tuple[Any, list[str], tuple[Any, ...], int]] = {
         1,
     ),
     "decode": decode_case(1),
-    "decode in a mixed batch": decode_case(3, MIXED=True),
     "decode of a plan": decode_case(0, PLANNED=True),
     "threshold": (sampling._threshold_kernel, [HALF, FLOAT, INT, FLOAT, FLOAT], (1024, 1024, 512), 0),
     "chunk": (

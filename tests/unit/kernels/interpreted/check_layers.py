@@ -8,7 +8,7 @@ import torch
 from benchctl.kernelbench.case import relative_error, tolerance
 from benchctl.kernelbench.layer_cases import layer_cases
 from benchctl.kernelbench.linear_cases import linear_cases
-from server.kernels.gemv import gated_gemv
+from server.kernels.gemv import gated_gemv, gemv
 from server.kernels.norm import add_rms_norm, rms_norm
 
 CPU = torch.device("cpu")
@@ -30,16 +30,28 @@ def test_gemv(dtype: torch.dtype) -> None:
         assert relative_error(instance.run(), expected) < tolerance(dtype, interpreted=True), case
 
 
+@pytest.mark.parametrize("rows", [1, 2])
 @pytest.mark.parametrize("with_bias", [False, True])
-@pytest.mark.parametrize("k", [1024, 1096])
-def test_gated_gemv_is_projection_and_activation(k: int, with_bias: bool) -> None:
-    x, weight = torch.randn(1, k).half(), (torch.randn(2 * 21, k) * k**-0.5).half()
+@pytest.mark.parametrize("k", [1024, 1096, 2568])
+def test_gated_gemv_is_projection_and_activation(k: int, with_bias: bool, rows: int) -> None:
+    x, weight = torch.randn(rows, k).half(), (torch.randn(2 * 21, k) * k**-0.5).half()
     bias = torch.randn(2 * 21).half() if with_bias else None
     gate, up = torch.nn.functional.linear(x.float(), weight.float(), None if bias is None else bias.float()).chunk(
         2, -1
     )
     wanted = torch.nn.functional.silu(gate) * up
     assert relative_error((gated_gemv(x, weight, bias),), (wanted,)) < tolerance(torch.float16, interpreted=True)
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+@pytest.mark.parametrize(("n", "k"), [(5, 4096), (3, 7 * 1024), (7, 1032), (2, 8)])
+def test_each_row_of_x_gets_its_own_products(n: int, k: int, rows: int) -> None:
+    """All that a row of the weight can be made of: blocks that are read ahead, turns of the loop, a tail."""
+    x, weight, bias = torch.randn(rows, k).half(), (torch.randn(n, k) * k**-0.5).half(), torch.randn(n).half()
+    out = gemv(x, weight, bias)
+    for row in range(rows):
+        wanted = weight.float() @ x[row].float() + bias.float()
+        assert relative_error((out[row],), (wanted,)) < tolerance(torch.float16, interpreted=True)
 
 
 def test_norm_of_heads_inside_a_wider_row() -> None:

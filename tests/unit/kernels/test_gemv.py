@@ -1,0 +1,149 @@
+"""Which kernel multiplies how many rows, and that a start compiles just those. What they compute: `interpreted`."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from server.kernels import gemv, install, linear_op
+from server.models.config import ModelConfig
+from server.models.decoder import CausalLM, FeedForward, build_model
+
+SMALL, LARGE = (4096, 1024), (28672, 4096)
+
+
+@pytest.mark.parametrize(
+    ("rows", "size", "config"),
+    [
+        (0, SMALL, None),
+        (1, LARGE, gemv.GEMV_TABLE[1]),
+        (2, LARGE, gemv.GEMV_TABLE[2]),
+        (3, SMALL, None),
+        (4, SMALL, None),
+        (5, SMALL, gemv.SKINNY),
+        (8, (6144, 4096), gemv.SKINNY),
+        (8, (6145, 4096), None),
+        (8, LARGE, None),
+        (9, SMALL, None),
+        (256, SMALL, None),
+    ],
+)
+def test_the_choice_of_a_kernel(rows: int, size: tuple[int, int], config: gemv.GemvConfig | None) -> None:
+    assert gemv.config_for(rows, *size) == config
+
+
+@pytest.mark.parametrize("size", [SMALL, LARGE])
+def test_the_rows_of_a_warm_up_meet_every_kernel(size: tuple[int, int]) -> None:
+    def kernels(numbers: list[int]) -> set[tuple[int, gemv.GemvConfig]]:
+        chosen = {rows: gemv.config_for(rows, *size) for rows in numbers}
+        return {(min(rows, 3), config) for rows, config in chosen.items() if config is not None}
+
+    assert kernels(gemv.rows_to_warm_up(*size)) == kernels(list(range(600)))
+    assert len(kernels(gemv.rows_to_warm_up(*size))) == len(gemv.rows_to_warm_up(*size))
+
+
+@pytest.mark.parametrize("config", [*gemv.GEMV_TABLE.values(), *gemv.GATED_TABLE.values()])
+@pytest.mark.parametrize("k", [8, 1024, 2048, 3072, 4096, 5120, 14336, 28672])
+def test_what_is_read_ahead_leaves_whole_turns_of_the_loop(k: int, config: gemv.GemvConfig) -> None:
+    blocks, ahead = k // config.block_k, gemv._blocks_ahead(k, config)
+    assert 0 <= ahead <= min(blocks, config.ahead)
+    assert (blocks - ahead) % gemv._UNROLL == 0
+
+
+def test_too_few_blocks_ahead_are_refused() -> None:
+    with pytest.raises(ValueError, match="ahead"):
+        gemv.GemvConfig(1, 1024, 4, ahead=2)
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> set[tuple[Any, ...]]:
+    """What the kernels that stand in for ours were asked for: name, size of the weight, rows up to three."""
+    met: set[tuple[Any, ...]] = set()
+
+    def gemv_(x: torch.Tensor, weight: torch.Tensor, bias: Any, *, config: Any) -> torch.Tensor:
+        met.add(("gemv", weight.shape, min(x.shape[0], 3), config))
+        return x.new_zeros(x.shape[0], weight.shape[0])
+
+    def gated(x: torch.Tensor, weight: torch.Tensor, bias: Any) -> torch.Tensor:
+        met.add(("gated", weight.shape, x.shape[0]))
+        return x.new_zeros(x.shape[0], weight.shape[0] // 2)
+
+    def silu(x: torch.Tensor) -> torch.Tensor:
+        met.add(("silu", x.shape[1]))
+        return x[:, : x.shape[1] // 2]
+
+    monkeypatch.setattr(linear_op, "gemv", gemv_)
+    monkeypatch.setattr(linear_op, "gated_gemv", gated)
+    monkeypatch.setattr(linear_op, "silu_and_mul", silu)
+    monkeypatch.setattr(install, "silu_and_mul", silu)
+    return met
+
+
+def make_model() -> CausalLM:
+    config = ModelConfig(
+        architecture="LlamaForCausalLM",
+        vocab_size=97,
+        hidden_size=64,
+        num_layers=2,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=32,
+        intermediate_size=96,
+        max_position_embeddings=128,
+    )
+    return build_model(config, device=torch.device("cpu"), dtype=torch.bfloat16, max_positions=128)
+
+
+@pytest.mark.parametrize("elements", [0, 1 << 20])
+def test_a_start_compiles_what_steps_can_ask_for(
+    elements: int, launched: set[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gemv, "_SKINNY_ELEMENTS", elements)
+    model = make_model()
+    with torch.inference_mode():
+        install.warm_up_layers(model, norms=False)
+        warmed = set(launched)
+        launched.clear()
+        for module in model.modules():
+            function: Any = linear_op.linear
+            if isinstance(module, FeedForward):
+                module, function = module.gate_up_proj, linear_op.gated_linear
+            elif not isinstance(module, install.Linear) or module in [
+                other.gate_up_proj for other in model.modules() if isinstance(other, FeedForward)
+            ]:
+                continue
+            for rows in range(1, 20):
+                function(torch.zeros(rows, module.in_features, dtype=torch.bfloat16), module.weight, module.bias)
+    assert warmed == launched
+    assert any(name == "gated" for name, *_ in warmed)
+
+
+def test_what_a_kernel_cannot_read_goes_to_cublas(launched: set[tuple[Any, ...]]) -> None:
+    half = torch.ones(2, 24, dtype=torch.float16)
+    for x, weight in (
+        (half, torch.ones(6, 24)[:, :].half().T.contiguous().T),
+        (half[:, :12], torch.ones(6, 12).half()),
+        (torch.ones(24, 2).half().T, torch.ones(6, 24).half()),
+        (half.float(), torch.ones(6, 24)),
+    ):
+        assert torch.equal(linear_op.linear(x, weight, None).float(), torch.full((2, 6), float(x.shape[1])))
+    assert launched == set()
+    linear_op.linear(half, torch.ones(6, 24).half(), None)
+    assert {name for name, *_ in launched} == {"gemv"}
+
+
+def test_eager_layers_choose_alike(launched: set[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(install, "gemv", linear_op.gemv)
+    layer: Any = SimpleNamespace(weight=torch.ones(6, 24).half(), bias=None)
+    forward = install._linear(layer)
+    assert forward is not None
+    for rows in range(1, 12):
+        assert forward(torch.ones(rows, 24).half()).shape == (rows, 6)
+    assert {(rows, config) for _, _, rows, config in launched} == {
+        (1, gemv.GEMV_TABLE[1]),
+        (2, gemv.GEMV_TABLE[2]),
+        (3, gemv.SKINNY),
+    }
