@@ -92,7 +92,9 @@ class ApiOptions(msgspec.Struct, kw_only=True):
     """0: the kernel picks a free port."""
     api_key: str | None = None
     shutdown_timeout_s: float = 10.0
-    api_server_count: int = 1
+    api_server_count: int | None = 1
+    """Processes that share the port, at most 64; None: the supervisor chooses by the number of usable cores, and tells
+    its children a number."""
     max_body_bytes: int = 16 * 1024 * 1024
     log_format: Literal["text", "json"] = "text"
     log_level: str = "info"

@@ -3,7 +3,7 @@
     supervisor ("benchctl serve")
       |- worker-0    heavy: torch, model, device       spawned first, it takes longest
       |- engine      scheduler, KV-cache bookkeeping
-      `- api-0..N    HTTP, tokenizer
+      `- api-0..N    HTTP, tokenizer; several start beside each other, long before the worker has done so
 
 The supervisor imports nothing heavy and runs one selector loop over the children's status pipes, their stderr and
 their pidfds. Whatever way it ends, the children end: they hold the other end of a control pipe and die with their
@@ -35,12 +35,14 @@ from server.child import (
     ControlMessage,
     DrainMessage,
     FailedMessage,
+    LogMessage,
     PeerDiedMessage,
     ReadyMessage,
     SpanMessage,
     StatusMessage,
 )
 from server.config import ServerConfig
+from server.cores import usable_cores
 from server.errors import UserError, exhausted
 from server.listen import bind_socket
 from server.paths import cache_root
@@ -51,6 +53,7 @@ from server.timeline import Timeline
 from server.watchdog import CHECK_INTERVAL_S, Watch
 
 _TAIL_LINES = 40
+_CORES_FOR_MANY, _MANY_API_PROCESSES = 16, 4
 # After a child died the API process has this long to send error events to its streams before everything is killed.
 _FAILURE_GRACE_S = 3.0
 # Beyond the drain time that the user chose: for writing the last bytes and leaving.
@@ -205,20 +208,32 @@ class Supervisor:
             shutil.rmtree(runtime_dir, ignore_errors=True)
 
     def _spawn(self, listener: socket.socket) -> None:
-        with self.timeline.span("spawn"), contextlib.ExitStack() as stack:
+        with self.timeline.span("spawn") as attributes, contextlib.ExitStack() as stack:
+            config, attributes["api_processes"] = self._choose_api_server_count()
             environment = self._keep_bytecode()
             pulse_fd = create_pulse_fd()
             stack.callback(os.close, pulse_fd)
             plan = [("worker-0", "server.worker", 0), ("engine", "server.engine", 0)]
-            plan += [(f"api-{i}", "server.api", i) for i in range(self.config.api.api_server_count)]
+            plan += [(f"api-{i}", "server.api", i) for i in range(config.api.api_server_count or 1)]
             for slot, (name, module, index) in enumerate(plan):
                 listen_fd = listener.fileno() if module == "server.api" else None
                 process = _Process(name, module, index, (pulse_fd, slot), listen_fd, environment)
                 self._processes.append(process)
-                process.send(ConfigMessage(self.config, listen_fd, (pulse_fd, slot)))
+                process.send(ConfigMessage(config, listen_fd, (pulse_fd, slot)))
                 self._selector.register(process.status_fd, selectors.EVENT_READ, lambda p=process: self._read_status(p))
                 self._selector.register(process.output, selectors.EVENT_READ, lambda p=process: self._read_output(p))
                 self._selector.register(process.pidfd, selectors.EVENT_READ, lambda p=process: self._on_exit(p))
+
+    def _choose_api_server_count(self) -> tuple[ServerConfig, str]:
+        """The configuration with a number of API processes, and that number for the start-up report."""
+        api = self.config.api
+        if api.api_server_count is not None:
+            return self.config, str(api.api_server_count)
+        cores = usable_cores()
+        count = api_servers_for(cores)
+        told = f"{count} (auto, {cores} usable {'core' if cores == 1 else 'cores'})"
+        self.observer.on_status("supervisor", LogMessage("info", f"API processes: {told}"))
+        return msgspec.structs.replace(self.config, api=msgspec.structs.replace(api, api_server_count=count)), told
 
     def _keep_bytecode(self) -> dict[str, str] | None:
         """The environment of children that are to keep Python's bytecode in our cache (see `server.bytecode`), which
@@ -369,6 +384,16 @@ class Supervisor:
         for process in self._processes:
             process.popen.wait()
             process.close()
+
+
+def api_servers_for(cores: int) -> int:
+    """API processes for a machine with so many usable cores.
+
+    On one H200 with 256 requests at once to a 0.6B model, four instead of one raised 69 to 71 thousand tokens a second
+    and cut the median time to first token from 71 to 46 ms. They want cores of their own, beside those of the engine,
+    the worker and a load generator; each start takes half a second of one and 45 MiB.
+    """
+    return _MANY_API_PROCESSES if cores >= _CORES_FOR_MANY else 1
 
 
 def _check_values(config: ServerConfig) -> None:

@@ -26,6 +26,7 @@ _CACHE = "KV cache"
 _SCHEDULER = "Scheduler"
 _EXECUTION = "Execution"
 _API = "API"
+_MAX_API_SERVERS = 64
 
 
 def serve(
@@ -138,8 +139,13 @@ def serve(
         typer.Option(envvar="BENCHCTL_API_KEY", help="Clients must send this bearer token.", rich_help_panel=_API),
     ] = None,
     api_server_count: Annotated[
-        int, typer.Option(min=1, max=64, help="API processes that share the port.", rich_help_panel=_API)
-    ] = 1,
+        str,
+        typer.Option(
+            metavar="auto|INTEGER",
+            help="API processes that share the port, 1 to 64; `auto`: 4 with 16 usable cores or more, else 1.",
+            rich_help_panel=_API,
+        ),
+    ] = "auto",
     shutdown_timeout: Annotated[
         float, typer.Option(min=0.0, help="Seconds for requests in flight at SIGTERM.", rich_help_panel=_API)
     ] = 10.0,
@@ -219,7 +225,7 @@ def serve(
             port=port,
             api_key=api_key,
             shutdown_timeout_s=shutdown_timeout,
-            api_server_count=api_server_count,
+            api_server_count=_parse_api_server_count(api_server_count),
             log_format=log_format,
             log_level=log_level,
         ),
@@ -356,6 +362,19 @@ def _parse_sizes(text: str | None) -> tuple[int, ...] | None:
     if not sizes or sizes[0] < 1:
         raise UserError(f"--cudagraph-capture-sizes {text!r}: give positive integers with commas, e.g. 1,2,4,8")
     return sizes
+
+
+def _parse_api_server_count(text: str) -> int | None:
+    """None: as many as the supervisor finds right."""
+    if text == "auto":
+        return None
+    try:
+        count = int(text)
+    except ValueError:
+        count = 0
+    if not 1 <= count <= _MAX_API_SERVERS:
+        raise UserError(f"--api-server-count {text!r}: give auto, or a number from 1 to {_MAX_API_SERVERS}")
+    return count
 
 
 def _ensure_model(model: str) -> None:

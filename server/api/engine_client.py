@@ -10,6 +10,7 @@ import zmq
 
 from server.api.errors import ApiError, overloaded
 from server.api.generation import Generation, Sequence
+from server.api.in_flight import InFlight
 from server.api.metrics import Metrics
 from server.config import ServerConfig
 from server.ipc import api_to_engine, engine_to_api
@@ -35,10 +36,9 @@ class EngineClient:
         self._in_flight: dict[str, Sequence] = {}
         self._idle = asyncio.Event()
         self._idle.set()
-        scheduler = config.scheduler
-        # Each of several API processes has its share of the queue; what runs is bounded by `max_num_seqs` alone.
-        self._max_queue = -(-scheduler.max_queue // config.api.api_server_count)
-        self._max_num_seqs = scheduler.max_num_seqs
+        self._all_in_flight = InFlight(config.runtime_dir, client_index, config.api.api_server_count or 1)
+        self._max_queue = config.scheduler.max_queue
+        self._max_num_seqs = config.scheduler.max_num_seqs
 
     async def connect(self) -> EngineReady:
         """Tell the engine that we are here and wait until the model can answer. Its messages are taken from now on."""
@@ -63,12 +63,12 @@ class EngineClient:
     def admit(self, num_sequences: int) -> None:
         """Raises ApiError 429 when `num_sequences` more do not fit the queue.
 
-        At most `max_num_seqs` run, so what is in flight beyond that waits: this bounds memory whatever the engine
-        says. Its own count, a step old, is the better one when KV blocks bound what runs.
+        At most `max_num_seqs` run, so what is in flight beyond that, of all API processes, waits: this bounds memory
+        whatever the engine says. Its own count, a step old, is the better one when KV blocks bound what runs.
         """
         if not self._max_queue:
             return
-        in_flight = len(self._in_flight)
+        in_flight = self._all_in_flight.total()
         waiting = min(self.metrics.stats.num_waiting, in_flight)
         if in_flight + num_sequences > self._max_queue + self._max_num_seqs or waiting >= self._max_queue:
             self.metrics.rejected += 1
@@ -89,6 +89,7 @@ class EngineClient:
                     priority,
                 )
             )
+        self._all_in_flight.set(len(self._in_flight))
 
     def release(self, generation: Generation) -> None:
         """The handler is done; abort what it did not wait for."""
@@ -96,9 +97,10 @@ class EngineClient:
         if aborted:
             self.metrics.finished["abort"] += len(aborted)
             self._sender.send(AbortRequests(aborted))
-            self._note_idle()
+            self._note_fewer()
 
-    def _note_idle(self) -> None:
+    def _note_fewer(self) -> None:
+        self._all_in_flight.set(len(self._in_flight))
         if not self._in_flight:
             self._idle.set()
 
@@ -176,7 +178,7 @@ class EngineClient:
             metrics.inter_token.observe(gap * 1e-9, count)
         if stopped:
             self._sender.send(AbortRequests(stopped))
-        self._note_idle()
+        self._note_fewer()
 
     def _on_first_token(self, sequence: Sequence, output: RequestOutput, time_ns: int) -> None:
         metrics = self.metrics

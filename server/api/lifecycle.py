@@ -105,7 +105,7 @@ class _Lifecycle:
             limits=Limits(ready.max_model_len, resolved.config.vocab_size, resolved.config.eos_token_ids),
             client=client,
             metrics=metrics,
-            siblings=SiblingMetrics(metrics, config.runtime_dir, self._client_index, config.api.api_server_count),
+            siblings=SiblingMetrics(metrics, config.runtime_dir, self._client_index, config.api.api_server_count or 1),
         )
         with child.timeline.span("port-open"):
             server, serving = await self._open(state)

@@ -19,6 +19,8 @@ import pytest
 from tests.integration.serving import Server, start_server
 
 TINY = ("tiny", "--enforce-eager", "--device", "cpu", "--max-num-seqs", "64", "--cpu-kv-cache-gib", "0.3")
+# However many cores there are.
+TINY += ("--api-server-count", "1")
 MODULES = ("server.worker", "server.engine", "server.api")
 
 

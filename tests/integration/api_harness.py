@@ -129,7 +129,8 @@ class ApiProcess:
 
     def __init__(self, config: ServerConfig, index: int = 0) -> None:
         self.listener = bind_socket("127.0.0.1", 0)
-        self.url = f"http://127.0.0.1:{self.listener.getsockname()[1]}"
+        self.address: tuple[str, int] = self.listener.getsockname()
+        self.url = f"http://127.0.0.1:{self.address[1]}"
         status_read, status_write = os.pipe()
         control_read, self._control = os.pipe()
         command = [sys.executable, "-W", "error", "-m", "server.api"]

@@ -357,6 +357,48 @@ def test_two_api_processes_share_an_engine_and_a_port(tmp_path: Path) -> None:
         engine.close()
 
 
+def test_the_queue_of_two_api_processes_is_one(tmp_path: Path) -> None:
+    """Wherever the connections land: neither a share that is full while the other is empty, nor twice the bound."""
+    config = ServerConfig(runtime_dir=str(tmp_path))
+    config.api.api_server_count = 2
+    config.scheduler.max_queue = config.scheduler.max_num_seqs = 2
+    engine = FakeEngine(str(tmp_path))
+    engine.paused.set()
+    processes = [ApiProcess(config, index) for index in range(2)]
+    connections: list[socket.socket] = []
+    try:
+        for api in processes:
+            api.wait_ready()
+        first, second = (httpx.Client(base_url=api.url, timeout=30) for api in processes)
+        with first, second:
+            assert second.post("/v1/completions", json={"prompt": "x", "n": 5}).json()["error"]["param"] == "n"
+            for number in range(4):
+                connections.append(socket.create_connection(processes[0].address, timeout=30))
+                post(connections[-1], max_tokens=1)
+                _wait_until(lambda wanted=number + 1: len(engine.requests) == wanted)
+            assert [client.post("/v1/completions", json={"prompt": "x"}).status_code for client in (first, second)] == [
+                429,
+                429,
+            ]
+            engine.paused.clear()
+            for connection in connections:
+                assert connection.recv(4096).startswith(b"HTTP/1.1 200 OK")
+            assert second.post("/v1/completions", json={"prompt": "x", "n": 4}).status_code == 200
+    finally:
+        for connection in connections:
+            connection.close()
+        for api in processes:
+            api.close()
+        engine.close()
+
+
+def _wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < deadline, "the condition never came true"
+        time.sleep(0.01)
+
+
 def _wait_for_metric(url: str, name: str, value: float) -> None:
     for _ in range(400):
         lines = httpx.get(f"{url}/metrics").text.splitlines()

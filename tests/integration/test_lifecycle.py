@@ -18,6 +18,8 @@ import pytest
 from tests.integration.serving import Server, gone, start_server
 
 TINY = ("tiny", "--enforce-eager", "--device", "cpu", "--max-num-seqs", "8", "--cpu-kv-cache-gib", "0.02")
+# However many cores there are.
+TINY += ("--api-server-count", "1")
 LONG = {"model": "tiny", "prompt": [1, 2, 3], "max_tokens": 400, "ignore_eos": True, "stream": True}
 
 
@@ -63,6 +65,8 @@ def test_serves_then_drains_on_sigterm(tmp_path: Path) -> None:
         assert httpx.get(f"{server.url}/health").status_code == 200
         timeline = httpx.get(f"{server.url}/v1/startup").json()
         assert {span["process"] for span in timeline["spans"]} >= {"supervisor", "worker-0", "engine", "api-0"}
+        (spawn,) = [span for span in timeline["spans"] if (span["process"], span["name"]) == ("supervisor", "spawn")]
+        assert spawn["attributes"]["api_processes"] == "1"
         assert timeline["unaccounted_ns"] < timeline["healthy_ns"] - timeline["exec_ns"]
         assert json.loads(startup.read_text())["exec_ns"] == timeline["exec_ns"]
         assert json.loads(trace.read_text())["traceEvents"]
