@@ -5,6 +5,7 @@ What takes long to import is imported within `main`: a Ctrl-C before its first l
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import sys
@@ -15,6 +16,8 @@ if TYPE_CHECKING:
     from types import FrameType
 
     import typer
+
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 # Command (or command group) -> module under benchctl.commands.
 COMMANDS = {
@@ -90,8 +93,18 @@ def _leave_at_once(number: int, frame: FrameType | None) -> None:
     os._exit(130)
 
 
+def _give_up_output() -> None:
+    """Python would try to write the rest at its end, and complain again."""
+    null = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, sys.stdout.fileno())
+    os.close(null)
+
+
 def main() -> None:
-    """Entry point: run the command; a `UserError` becomes one line on stderr and its exit code."""
+    """Entry point: run the command; a `UserError` becomes one line on stderr and its exit code.
+
+    So does a disk that is full under standard output; a reader of it that has gone ends the command without a word.
+    """
     interruptible = signal.getsignal(signal.SIGINT) is signal.default_int_handler  # not below nohup, for one
     if interruptible:
         signal.signal(signal.SIGINT, _leave_at_once)
@@ -106,7 +119,19 @@ def main() -> None:
     try:
         if interruptible:
             signal.signal(signal.SIGINT, signal.default_int_handler)
-        app(args=argv, standalone_mode=True)
+        try:
+            app(args=argv, standalone_mode=True)
+        finally:
+            if sys.stdout is not None:
+                sys.stdout.flush()  # now, while it can be said that it does not fit
+    except OSError as error:
+        if error.errno not in _NO_ROOM and error.errno != errno.EPIPE:
+            raise
+        _give_up_output()
+        if error.errno == errno.EPIPE:
+            sys.exit(1)
+        typer.echo(f"benchctl: the output cannot be written: {error.strerror}; free some space where it goes", err=True)
+        sys.exit(UserError.exit_code)
     except UserError as error:
         typer.echo(f"benchctl: {error}", err=True)
         sys.exit(error.exit_code)

@@ -65,9 +65,15 @@ def write_text(path: Path, text: str) -> Path:
 
 
 def write_bytes(path: Path, data: bytes) -> Path:
-    """Replace `path` by `data` through a temporary file beside it, so that no reader sees half of it."""
+    """Replace `path` by `data` through a temporary file beside it, so that no reader sees half of it.
+
+    What is no file to be replaced (`cannot_be_replaced`) is written to as it is.
+    """
     temporary: str | None = None
     try:
+        if cannot_be_replaced(path):
+            path.write_bytes(data)
+            return path
         handle, temporary = tempfile.mkstemp(prefix=f".{path.name[:60]}-", dir=path.parent)
         with open(handle, "wb") as file:
             file.write(data)
@@ -85,10 +91,23 @@ def write_bytes(path: Path, data: bytes) -> Path:
     return path
 
 
+def cannot_be_replaced(path: Path) -> bool:
+    """Whether `path` is a device, a pipe or a stream of this process (/dev/stdout): another file in its place would
+    destroy it.
+    """
+    streams = path.parent in (Path("/dev"), Path("/dev/fd"), Path("/proc/self/fd"))
+    return path.exists() and (streams or not path.is_file())
+
+
 def explain_os_error(path: Path, error: OSError) -> str:
     """One line about a file that could not be written."""
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return f"{path}: the disk is full; results written before are kept, free some space and go on with --resume"
+        return (
+            f"{path}: the disk is full; results written before are kept: free some space and run it again "
+            "(`benchctl matrix` goes on with --resume)"
+        )
+    if error.errno in (errno.EEXIST, errno.ENOTDIR):
+        return f"{path}: is not a directory, or lies below a file; choose another directory with --output"
     if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
         return f"{path}: cannot be written ({error.strerror}); choose another directory with --output"
     return f"{path}: {error.strerror or error}"

@@ -37,12 +37,12 @@ def report(
     if directory is None:
         raise UserError("report: name a result directory, e.g. benchctl report benchctl-results")
     from reports.directory import load_results
-    from reports.results import write_text
+    from reports.results import explain_os_error, write_text
     from reports.writers import FORMATS, parse_formats, write_reports
 
     formats = parse_formats(output_format or "html,md,csv")
     results = load_results(directory)
-    if output is not None and (str(output) == "-" or (output.suffix and not output.is_dir())):
+    if output is not None and (str(output) == "-" or ((output.suffix or output.exists()) and not output.is_dir())):
         if len(formats) != 1:
             raise UserError(f"--output {output}: takes one format; choose it with --format {'|'.join(FORMATS)}")
         text = FORMATS[formats[0]](results)
@@ -55,7 +55,7 @@ def report(
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise UserError(f"--output {folder}: {error.strerror}") from error
+        raise UserError(explain_os_error(folder, error)) from error
     from reports.console import print_report, report_console
 
     print_report(results, report_console())

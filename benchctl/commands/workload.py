@@ -14,6 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from benchctl.preparing import preparing
+from reports.results import cannot_be_replaced
 from server.errors import UserError
 from workloads import build_workload, list_workloads
 from workloads.arrivals import Schedule, build_schedule, parse_arrival
@@ -130,7 +131,7 @@ def _write(workload: Workload, path: Path) -> ExportHeader:
 
     A device or a pipe is written to directly: renaming over it would replace it.
     """
-    if path.exists() and not path.is_file():
+    if cannot_be_replaced(path):
         with path.open("wb") as file:
             return _export(workload, file)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
@@ -143,11 +144,16 @@ def _write(workload: Workload, path: Path) -> ExportHeader:
     return header
 
 
+def _line(console: Console, text: Text) -> None:
+    """One line, however long: in a pipe, which has no width, it must stay one."""
+    console.print(text, soft_wrap=True)
+
+
 def _print(summary: WorkloadSummary, console: Console) -> None:
-    console.print(Text(f"{summary.name}  seed {summary.seed}", style="bold"))
-    console.print(Text(f"digest {summary.digest}"))
+    _line(console, Text(f"{summary.name}  seed {summary.seed}", style="bold"))
+    _line(console, Text(f"digest {summary.digest}"))
     conversations = f" in {summary.num_conversations} conversations" if summary.num_conversations else ""
-    console.print(Text(f"{summary.num_requests} requests{conversations}, tokenizer {summary.tokenizer or 'none'}"))
+    _line(console, Text(f"{summary.num_requests} requests{conversations}, tokenizer {summary.tokenizer or 'none'}"))
     table = Table("length", "requests", "total", "mean", "min", "p50", "p90", "p99", "max", box=None)
     for column in table.columns[1:]:
         column.justify = "right"
@@ -157,25 +163,25 @@ def _print(summary: WorkloadSummary, console: Console) -> None:
     console.print(table)
     if curve := summary.rate_curve:
         span_s = curve.bucket_s * len(curve.rates)
-        console.print(Text(f"rate    {sparkline(curve.rates)}"))
+        _line(console, Text(f"rate    {sparkline(curve.rates)}"))
         peak = f"peak {curve.peak:.4g}/s in {curve.bucket_s:.3g} s"
-        console.print(Text(f"        0 to {span_s:.4g} s, mean {curve.mean:.4g}/s, {peak}"))
+        _line(console, Text(f"        0 to {span_s:.4g} s, mean {curve.mean:.4g}/s, {peak}"))
     elif summary.arrival is None:
-        console.print(Text("rate    set by the arrival process (see --arrival)"))
+        _line(console, Text("rate    set by the arrival process (see --arrival)"))
     elif summary.schedule_digest is None:
-        console.print(Text(f"rate    closed loop of {summary.arrival['concurrency']}"))
+        _line(console, Text(f"rate    closed loop of {summary.arrival['concurrency']}"))
     else:
-        console.print(Text("rate    all at once"))
+        _line(console, Text("rate    all at once"))
     for reason, count in summary.dropped.items():
-        console.print(Text(f"dropped {count}: {reason}"))
+        _line(console, Text(f"dropped {count}: {reason}"))
     for note in summary.notes:
-        console.print(Text(f"note    {note}"))
+        _line(console, Text(f"note    {note}"))
     for sample in summary.samples:
         when = "" if sample.timestamp_s is None else f" at {sample.timestamp_s:.3f} s"
         turn = "" if sample.conversation is None else f" conversation {sample.conversation} turn {sample.turn}"
         counted = "?" if sample.prompt_tokens is None else sample.prompt_tokens
-        console.print(Text(f"#{sample.index}{turn}{when}: {counted} in, {sample.max_tokens} out", style="bold"))
-        console.print(Text(f"  {sample.prompt!r}"))
+        _line(console, Text(f"#{sample.index}{turn}{when}: {counted} in, {sample.max_tokens} out", style="bold"))
+        _line(console, Text(f"  {sample.prompt!r}"))
 
 
 def _add_row(table: Table, label: str, lengths: LengthSummary | None) -> None:

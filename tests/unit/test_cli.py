@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -42,3 +43,31 @@ def test_an_interrupt_shows_no_traceback_however_early_it_comes(where: str) -> N
     argv = [sys.executable, "-c", INTERRUPT_ITSELF, where, "workload", "show", "sharegpt-like", "--num-requests", "3"]
     done = subprocess.run(argv, capture_output=True, text=True, timeout=60, check=False)
     assert (done.returncode, done.stderr) == (130, "")
+
+
+def test_a_full_disk_under_the_output_is_one_line() -> None:
+    if not Path("/dev/full").exists():
+        pytest.skip("no /dev/full here")
+    for arguments in (("workload", "ls"), ("workload", "export", "synthetic")):  # fits into the buffer, or does not
+        with open("/dev/full", "w") as full:
+            done = subprocess.run(
+                [sys.executable, "-m", "benchctl", *arguments],
+                stdout=full,
+                stderr=subprocess.PIPE,
+                text=True,
+                check=False,
+            )
+        (line,) = done.stderr.splitlines()
+        assert "No space left on device; free some space" in line or "cannot write -" in line
+        assert done.returncode == 2
+
+
+def test_a_reader_that_has_gone_hears_no_complaint() -> None:
+    for arguments in (("workload", "ls"), ("workload", "export", "synthetic")):
+        command = [sys.executable, "-m", "benchctl", *arguments]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+            assert process.stdout is not None
+            assert process.stderr is not None
+            process.stdout.close()
+            assert process.stderr.read() == ""
+            assert process.wait() == 1

@@ -13,7 +13,7 @@ import pytest
 
 from reports.directory import load_results
 from reports.jsonschema import json_schema
-from reports.results import read_result, result_name, write_bytes, write_index, write_result
+from reports.results import cannot_be_replaced, read_result, result_name, write_bytes, write_index, write_result
 from reports.schema import SCHEMA_VERSION
 from reports.writers import FORMATS, parse_formats, write_reports
 from server.errors import UserError
@@ -83,6 +83,23 @@ def test_a_failed_write_leaves_the_old_file_and_no_litter(
         write_bytes(path, b"new")
     assert path.read_bytes() == b"old"
     assert list(tmp_path.iterdir()) == [path]
+
+
+def test_devices_and_streams_are_written_to_and_not_replaced(tmp_path: Path) -> None:
+    device = tmp_path / "device"
+    device.symlink_to("/dev/full")
+    with pytest.raises(UserError, match="disk is full"):
+        write_bytes(device, b"text")
+    assert list(tmp_path.iterdir()) == [device]
+    assert device.is_char_device()
+    file = tmp_path / "file"
+    with file.open("wb") as opened:
+        stream = Path(f"/dev/fd/{opened.fileno()}")
+        write_bytes(stream, b"text")
+        assert stream.exists()
+    assert file.read_bytes() == b"text"
+    assert not cannot_be_replaced(file)
+    assert not cannot_be_replaced(tmp_path / "new")
 
 
 def test_directories_with_and_without_an_index(tmp_path: Path) -> None:

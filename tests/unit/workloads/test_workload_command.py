@@ -160,3 +160,9 @@ def test_curve_and_sparkline() -> None:
 def test_a_summary_takes_fewer_requests_than_samples() -> None:
     workload = build_workload({"name": "synthetic", "num_requests": 1}, seed=0, tokenizer=None)
     assert [sample.index for sample in summarise(workload, None).samples] == [0]
+
+
+def test_lines_stay_whole_in_a_pipe(tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "' + "word " * 30 + '"}\n')
+    shown = run("show", f"custom:path={tmp_path / 'rows.jsonl'}").output
+    assert f"  {'word ' * 30!r}" in shown.splitlines()
