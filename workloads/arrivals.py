@@ -149,7 +149,7 @@ def parse_arrival(text: str) -> dict[str, Any]:
             raise UserError(f"arrival {text!r}: not a JSON object ({error})") from None
         return spec
     name, _, rest = text.partition(":")
-    return {"name": name, **parse_assignments(part for part in rest.split(",") if part)}
+    return {"name": name, **parse_assignments((part for part in rest.split(",") if part), "arrival")}
 
 
 def build_schedule(

@@ -53,6 +53,9 @@ def _explain(message: str, type_: Any, values: Any) -> str:
         choices = _choices(type_, values, at["path"])
         value = _at(type_, values, at["path"])[1]
         hint = f"; {near_matches(str(value), choices)}" if choices and message.startswith("Invalid") else ""
+        if tagged := [member for member in _members(_at(type_, values, at["path"])[0]) if member.tag_field]:
+            tags = ", ".join(sorted(str(member.tag) for member in tagged))
+            hint = hint or f"; an object has a `{tagged[0].tag_field}`: {tags}"
         return f"`{at['path']}`: {message[: at.start()]}{hint}"
     return message
 
@@ -100,10 +103,10 @@ def _choices(type_: Any, values: Any, path: str) -> list[str]:
     return [str(struct.tag) for struct in _members(_at(type_, values, parent)[0]) if struct.tag_field == last]
 
 
-def parse_assignments(assignments: Iterable[str]) -> dict[str, Any]:
+def parse_assignments(assignments: Iterable[str], option: str = "--set") -> dict[str, Any]:
     """`["num_requests=10", "input_len.mean=200"]` as a nested dict: values are JSON where they parse, else text.
 
-    Dots nest. Later assignments win.
+    Dots nest. Later assignments win. `option` is what messages name.
 
     Raises:
         UserError: no `=`, an empty key, or a key below a plain value.
@@ -113,7 +116,7 @@ def parse_assignments(assignments: Iterable[str]) -> dict[str, Any]:
         key, equals, text = assignment.partition("=")
         parts = key.strip().split(".")
         if not equals or not all(parts):
-            raise UserError(f"--set {assignment!r}: expected key=value")
+            raise UserError(f"{option} {assignment!r}: expected key=value")
         try:
             value = json.loads(text)
         except ValueError:
@@ -122,7 +125,7 @@ def parse_assignments(assignments: Iterable[str]) -> dict[str, Any]:
         for part in parts[:-1]:
             target = target.setdefault(part, {})
             if not isinstance(target, dict):
-                raise UserError(f"--set {assignment!r}: `{part}` was set to a plain value before")
+                raise UserError(f"{option} {assignment!r}: `{part}` was set to a plain value before")
         target[parts[-1]] = value
     return result
 
@@ -135,7 +138,7 @@ def parse_workload(text: str) -> dict[str, Any]:
         except msgspec.DecodeError as error:
             raise UserError(f"workload {text!r}: not a JSON object ({error})") from None
     name, _, rest = text.partition(":")
-    return {"name": name, **parse_assignments(part for part in rest.split(",") if part)}
+    return {"name": name, **parse_assignments((part for part in rest.split(",") if part), "workload")}
 
 
 def check_num_requests(num_requests: int | None, *, where: str) -> None:

@@ -52,7 +52,7 @@ def matrix(
     from reports.writers import write_reports
 
     console = report_console()
-    ensure_models(plan, console)
+    ensure_models([server.config for server in plan.servers], console)
     with preparing() as on_read:
         traffic = TrafficFactory(on_read).prepare(plan.cells)
     with make_observer(console) as observer:

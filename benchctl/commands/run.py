@@ -31,7 +31,10 @@ def run(
     mode: Annotated[
         Literal["compile", "eager"] | None, typer.Option(help="With --serve.", rich_help_panel=_TARGET)
     ] = None,
-    attention_backend: Annotated[str | None, typer.Option(help="With --serve.", rich_help_panel=_TARGET)] = None,
+    attention_backend: Annotated[
+        Literal["auto", "FLASH_ATTN", "TRITON_ATTN", "TORCH_SDPA"] | None,
+        typer.Option(help="With --serve.", rich_help_panel=_TARGET),
+    ] = None,
     server: Annotated[
         list[str] | None,
         typer.Option(metavar="KEY=VALUE", help="With --serve: a flag, as max_model_len=2048.", rich_help_panel=_TARGET),

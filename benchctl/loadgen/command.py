@@ -19,17 +19,20 @@ from benchctl.loadgen.options import LoadOptions
 from benchctl.loadgen.run import check_options
 from benchctl.loadgen.session import LoadSession
 from benchctl.loadgen.sweep import find_max_rate, parse_values
+from benchctl.matrix.models import ensure_models
 from benchctl.matrix.plan import arrival_label
 from benchctl.matrix.progress import Progress
-from benchctl.matrix.suite import CLIENT_OPTIONS
+from benchctl.matrix.suite import CLIENT_OPTIONS, check_server_flags
 from benchctl.preparing import Preparing
 from reports.console import print_report, report_console
 from reports.schema import CellConfig, CellResult
 from reports.writers import write_reports
 from server.errors import UserError
 from workloads import build_workload
-from workloads.arrivals import build_schedule, parse_arrival
+from workloads.arrivals import ARRIVALS, build_schedule, parse_arrival
+from workloads.files import open_data
 from workloads.parameters import parse_assignments, parse_workload
+from workloads.tokenizer import load_tokenizer
 
 _PROBE_S = 20.0
 """Duration of a search's loads when none is given."""
@@ -84,7 +87,7 @@ def execute(request: RunRequest) -> int:
     if request.api_key:
         os.environ["OPENAI_API_KEY"] = request.api_key  # where the control requests look for it
     console = report_console()
-    _ensure_model(request, console)
+    ensure_models([config], console)
     with _progress(console) as status:
         session = LoadSession(
             config,
@@ -130,12 +133,14 @@ def cell_config(request: RunRequest) -> CellConfig:
             raise UserError("--mode, --attention-backend and --server are for --serve; an endpoint is as it is")
     elif request.model is not None:
         raise UserError("--model is for --url; with --serve the model is the one that is served")
+    server_args = parse_assignments(request.server, "--server")
+    check_server_flags(server_args, "--server")
     return CellConfig(
         engine=request.engine if request.url is None else "url",
         model=request.serve or request.model or "",
         mode=request.mode,
         attention_backend=request.attention_backend,
-        server_args=parse_assignments(request.server),
+        server_args=server_args,
         endpoint=request.endpoint,
         url=request.url,
         workload=workload,
@@ -214,6 +219,9 @@ def plan_arrivals(request: RunRequest) -> list[dict[str, Any]]:
 
 def _bounded(arrival: dict[str, Any], duration: float | None, max_concurrency: int | None) -> dict[str, Any]:
     if duration is not None:
+        process = ARRIVALS.get(str(arrival["name"]))
+        if process is not None and "duration_s" not in process.__struct_fields__:
+            raise UserError(f"--duration: does not apply to arrival {arrival['name']}, whose own times end it")
         arrival["duration_s"] = duration
     if max_concurrency is not None:
         if arrival["name"] == "concurrency":
@@ -223,25 +231,20 @@ def _bounded(arrival: dict[str, Any], duration: float | None, max_concurrency: i
 
 
 def _check_traffic(config: CellConfig, arrivals: list[dict[str, Any]]) -> None:
-    """Find what is wrong with the arrivals and the workload's name before a server is started for them."""
+    """Find what is wrong with the arrivals and the workload before a server is started for them."""
     for arrival in arrivals:
         build_schedule(arrival, 1, config.seed, timestamps_s=[0.0])
-    if config.workload.get("name") not in ("sharegpt", "sharegpt-like"):
-        # Those two may need the model's tokenizer, which is known only once the model is.
+    if given := config.client.get("tokenizer"):
+        load_tokenizer(str(given))
+    name, path = config.workload.get("name"), config.workload.get("path")
+    if name in ("sharegpt", "sharegpt-like"):
+        # These two may need the model's tokenizer, which is known only once the model is.
+        if isinstance(path, str):
+            open_data(path, where=f"workload {name}")
+    else:
         workload = build_workload(config.workload, seed=config.seed, tokenizer=None)
         if config.endpoint == "chat" and len(workload.requests):
             as_messages(workload.requests[0])
-
-
-def _ensure_model(request: RunRequest, console: Console) -> None:
-    if request.serve is None or request.engine != "benchctl":
-        return
-    from server.models.pull import pull
-    from server.models.registry import must_be_pulled
-
-    if must_be_pulled(request.serve):
-        with console.status(f"pulling {request.serve} (once)"):
-            pull(request.serve)
 
 
 def _series(session: LoadSession, arrivals: list[dict[str, Any]], console: Console, status: Status | None) -> None:

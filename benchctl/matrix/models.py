@@ -1,27 +1,28 @@
-"""Brings the models of a plan to this machine, and checks them, before anything is measured."""
+"""Brings models to this machine, and checks them, before anything is measured."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from rich.console import Console
 
-from benchctl.matrix.plan import Plan
 from reports.schema import CellConfig
 from server.config import ModelOptions
 from server.models.pull import pull
 from server.models.registry import must_be_pulled, resolve_model
 
 
-def ensure_models(plan: Plan, console: Console) -> None:
+def ensure_models(configs: Sequence[CellConfig], console: Console) -> None:
     """Pull what can be pulled by its short name and is not here, and resolve what the bundled server is to serve.
 
     Raises UserError: a model that cannot be had, or that does not exist, or a context that it does not have.
     """
-    for model in dict.fromkeys(server.config.model for server in plan.servers if server.config.engine != "url"):
+    for model in dict.fromkeys(config.model for config in configs if config.engine != "url"):
         if must_be_pulled(model):
             with console.status(f"pulling {model} (once)"):
                 folder = pull(model)
             console.print(f"pulled {model} to {folder}", soft_wrap=True, highlight=False)
-    bundled = {server.config.model: server.config for server in plan.servers if server.config.engine == "benchctl"}
+    bundled = {config.model: config for config in configs if config.engine == "benchctl"}
     for model, config in bundled.items():
         with console.status(f"looking for {model}"):
             resolve_model(_options(config))

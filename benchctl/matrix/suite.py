@@ -187,7 +187,7 @@ def _check(suite: Suite, where: str) -> None:
     _check_names(suite.engines, ENGINES, f"{where}: engine")
     _check_names(suite.modes, ("compile", "eager"), f"{where}: mode")
     _check_names(suite.backends, ("auto", "FLASH_ATTN", "TRITON_ATTN", "TORCH_SDPA"), f"{where}: attention backend")
-    _check_server_flags(suite.server, where)
+    check_server_flags(suite.server, f"{where}: server")
     _check_client(suite, where)
     if suite.starts[0] == "warm":
         raise UserError(f'{where}: `starts`: a warm start needs a cold one before it: starts = ["cold", "warm"]')
@@ -238,24 +238,27 @@ def _check_client(suite: Suite, where: str) -> None:
             raise UserError(f"{where}: client: {error}" if not slos else f"{where}: {error}") from None
 
 
-def _check_server_flags(server: dict[str, Any], where: str) -> None:
-    """Names, types and bounds of the flags of `benchctl serve` that a suite may set."""
+def check_server_flags(server: dict[str, Any], where: str) -> None:
+    """Raise UserError for names, types and bounds that flags of `benchctl serve` do not have, and for flags that are
+    the harness's own to set.
+    """
+    if not server:
+        return
     from benchctl.commands.serve import serve
 
-    # These the matrix sets itself.
     ours = {"model", "mode", "enforce_eager", "attention_backend", "host", "port", "api_key", "ready_file"}
     ours |= {"compilation_cache_dir", "explain_cache", "startup_json", "startup_trace"}
     hints = get_type_hints(serve, include_extras=True)
-    _check_names(server, set(inspect.signature(serve).parameters) - ours, f"{where}: server flag")
+    _check_names(server, set(inspect.signature(serve).parameters) - ours, f"{where} flag")
     for name, value in server.items():
         type_, *extras = get_args(hints[name])
         try:
             msgspec.convert(value, type_)
         except msgspec.ValidationError as error:
-            raise UserError(f"{where}: server.{name} = {value!r}: {error}") from None
+            raise UserError(f"{where}.{name} = {value!r}: {error}") from None
         low, high = (next((getattr(extra, side, None) for extra in extras), None) for side in ("min", "max"))
         if isinstance(value, int | float) and not (low or value) <= value <= (high or value):
-            raise UserError(f"{where}: server.{name} = {value!r}: must be {_bounds(low, high)}")
+            raise UserError(f"{where}.{name} = {value!r}: must be {_bounds(low, high)}")
 
 
 def _bounds(low: float | None, high: float | None) -> str:

@@ -232,6 +232,20 @@ URL = ("--url", "http://127.0.0.1:9")
         ((*URL, "--rate", "1", "--max-client-lag", "0"), "--max-client-lag"),
         ((*URL, "--rate", "1", "--mode", "eager"), "--mode"),
         ((*URL, "--rate", "1", "--endpoint", "chat"), "token ids cannot go to the chat endpoint"),
+        ((*URL, "--arrival", "burst", "--duration", "3"), "--duration: does not apply to arrival burst"),
+        ((*URL, "--arrival", "poisson:8"), "arrival '8': expected key=value"),
+        ((*URL, "--rate", "1", "-w", "synthetic:8"), "workload '8': expected key=value"),
+        ((*URL, "--rate", "1", "--set", "input_len=x"), "an object has a `distribution`: fixed, histogram, lognormal"),
+        ((*URL, "--rate", "1", "-w", "sharegpt:path=/not/there"), "workload sharegpt: cannot read /not/there"),
+        ((*URL, "--rate", "1", "--tokenizer", "tokeniser"), "model 'tokeniser': neither a folder"),
+        (("--serve", "tyni", "--rate", "1"), "model 'tyni': neither a folder"),
+        (("--serve", "tiny", "--rate", "1", "--server", "max_num_seq=1"), "did you mean `max_num_seqs`"),
+        (
+            ("--serve", "tiny", "--rate", "1", "--server", "max_num_seqs=x"),
+            "--server.max_num_seqs = 'x': Expected `int`",
+        ),
+        (("--serve", "tiny", "--rate", "1", "--server", "max_model_len=9999"), "model 'tiny' takes 1 to 4096"),
+        (("--serve", "tiny", "--rate", "1", "--server", "8"), "--server '8': expected key=value"),
         ((*URL, "--find-max-rate"), "needs an objective"),
         ((*URL, "--find-max-rate", "--slo", "ttft:1s", "--concurrency", "2"), "leave --concurrency out"),
         ((*URL, "--sweep-rate", "1,x"), "--sweep-rate"),
@@ -249,7 +263,8 @@ def test_bad_input_is_one_line(tmp_path: Path, argv: tuple[str, ...], words: str
 def test_an_output_that_is_a_file_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with running_mock() as mock:
-        assert str(tmp_path / "file") in bad_input("--url", mock.url, "--rate", "1", "-o", str(tmp_path / "file"))
+        line = bad_input("--url", mock.url, "--rate", "1", "-o", str(tmp_path / "file"))
+    assert f"{tmp_path / 'file'}: is not a directory" in line
 
 
 def group_ends(group: int) -> bool:
