@@ -158,28 +158,24 @@ def _references(view: View) -> Table | None:
     return table
 
 
-def _remarks(view: View) -> Text | None:
-    found = remarks(view.cells)
-    if not found:
-        return None
-    text = Text("Remarks", "bold")
-    for one in found:
-        text.append(f"\n  {one.text}", "none")
-        text.append(f"  {one.where}", "dim")
-    return text
+def _remarks(view: View) -> RenderableType | None:
+    lines = [Text.assemble(one.text, "  ", (one.where, "dim")) for one in remarks(view.cells)]
+    return _indented("Remarks", lines) if lines else None
 
 
-def _unsupported(view: View) -> Text | None:
+def _unsupported(view: View) -> RenderableType | None:
     reasons: dict[str, list[str]] = {}
     for cell in view.with_status("unsupported"):
         reasons.setdefault(cell.reason or "no reason given", []).append(view.variant_label(cell.config))
     if not reasons:
         return None
-    text = Text("Unsupported here", "bold")
-    for reason, names in reasons.items():
-        text.append(f"\n  {', '.join(dict.fromkeys(names))}: ", "default")
-        text.append(reason, "dim")
-    return text
+    lines = [Text.assemble(f"{', '.join(dict.fromkeys(names))}: ", (why, "dim")) for why, names in reasons.items()]
+    return _indented("Unsupported here", lines)
+
+
+def _indented(title: str, lines: list[Text]) -> RenderableType:
+    """Each of `lines` may take several on the screen, all indented."""
+    return Group(Text(title, "bold"), *(Padding(line, (0, 0, 0, 2)) for line in lines))
 
 
 def _table(title: Text) -> Table:

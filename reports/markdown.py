@@ -85,7 +85,7 @@ def _goodput(view: View) -> str:
     if not rows:
         return ""
     header = ["", "", "SLO", "Goodput req/s", "Share", "Requests"]
-    return "\n".join(["### Goodput", "", GOODPUT_NOTE, "", _table(header, rows), ""])
+    return "\n".join(["### Goodput", "", GOODPUT_NOTE, "", _table(header, rows, 3), ""])
 
 
 def _comparisons(view: View) -> str:
@@ -95,7 +95,7 @@ def _comparisons(view: View) -> str:
         rows.append([comparison.label, f"{comparison.group.model}: {comparison.group.title}", *ratios])
     if not rows:
         return ""
-    return "\n".join(["### What each choice buys", "", _table(["", "", *(m.label for m in COMPARED)], rows), ""])
+    return "\n".join(["### What each choice buys", "", _table(["", "", *(m.label for m in COMPARED)], rows, 2), ""])
 
 
 def _references(view: View) -> str:
@@ -107,7 +107,7 @@ def _references(view: View) -> str:
         return ""
     header = ["", "", "Reference", "Here", "Here / reference", "Target", "Limit"]
     source = escape_cell(view.source.reference_source or "")
-    return "\n".join(["### Reference figures", "", source, "", _table(header, rows), ""])
+    return "\n".join(["### Reference figures", "", source, "", _table(header, rows, 2), ""])
 
 
 def _unsupported(view: View) -> str:
@@ -141,9 +141,10 @@ def _footer(view: View) -> str:
     return f"<sub>{' · '.join(escape_cell(part) for part in parts if part)}</sub>\n"
 
 
-def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+def _table(header: Sequence[str], rows: Sequence[Sequence[str]], texts: int = 1) -> str:
+    """The first `texts` columns hold text, the others numbers."""
     lines = ["| " + " | ".join(escape_cell(text) for text in header) + " |"]
-    lines.append("|---|" + "---:|" * (len(header) - 1))
+    lines.append("|" + "---|" * texts + "---:|" * (len(header) - texts))
     lines += ["| " + " | ".join(escape_cell(text) for text in row) + " |" for row in rows]
     return "\n".join(lines)
 

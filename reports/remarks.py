@@ -48,12 +48,15 @@ def _of(cell: CellResult) -> Iterator[str]:
             f"{metrics.retries} attempts were made again; TTFT holds the wait, "
             "and failed attempts are not failed requests"
         )
+    without_tpot = metrics.completed - metrics.tpot_s.n
+    if without_tpot > 0 and any("tpot" in goodput.slo for goodput in metrics.goodput):
+        yield f"{without_tpot} answers have no TPOT, as all their tokens came at once: they meet no SLO that names it"
     yield from _lengths(cell)
     if metrics.output_token_source != "usage":
         yield f"output tokens are not the server's count but from: {metrics.output_token_source}"
     if cell.workload is not None:
         if dropped := cell.workload.dropped:
-            yield "rows of the source left out: " + ", ".join(f"{number} {why}" for why, number in dropped.items())
+            yield "left out of the workload: " + ", ".join(f"{number} × {why}" for why, number in dropped.items())
         yield from cell.workload.notes
 
 

@@ -164,9 +164,30 @@ def test_what_was_left_out_repeated_or_approximated_is_said(name: str) -> None:
     cell.reason = "all 12 requests were answered after 1 of 60 s"
     for text in (FORMATS[name](only(cell)), _printed(only(cell))):
         for words in ("7 warm-up and 0 cool-down", "31 attempts were made again", "count but from: events",
-                      "earlier cell sent these", "3 too long", "after 1 of 60 s"):  # fmt: skip
+                      "earlier cell sent these", "3 × too long", "after 1 of 60 s"):  # fmt: skip
             assert words in text, words
     assert "<img" not in FORMATS[name](only(cell))
+
+
+def test_answers_that_meet_no_slo_for_want_of_a_tpot_are_said() -> None:
+    cell = samples.cell("eager", "TORCH_SDPA", 2.0)
+    assert cell.metrics is not None
+    assert "have no TPOT" not in render_markdown(only(cell))
+    cell.metrics.tpot_s.n = cell.metrics.completed - 3
+    assert "3 answers have no TPOT, as all their tokens came at once" in render_markdown(only(cell))
+    cell.metrics.goodput[0].slo = "ttft:1s"
+    assert "have no TPOT" not in render_markdown(only(cell))
+
+
+def test_long_remarks_stay_indented_on_a_narrow_screen() -> None:
+    cell = samples.cell("eager", "TORCH_SDPA", 2.0)
+    assert cell.workload is not None
+    cell.workload.notes = ["word " * 60]
+    console = Console(width=60, record=True, file=io.StringIO())
+    print_report(only(cell), console)
+    lines = console.export_text().partition("Remarks")[2].splitlines()[1:]
+    assert len([line for line in lines if line.strip()]) > 4
+    assert all(line.startswith("  ") for line in lines if line.strip())
 
 
 def test_answers_shorter_than_forced_are_said() -> None:
