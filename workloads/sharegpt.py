@@ -80,7 +80,7 @@ def build_sharegpt(spec: dict[str, Any], *, seed: int, tokenizer: TokenizerLike 
             if len(requests) < wanted:
                 requests.append(_request(len(requests), position, turn, exchange, exchanges, parameters, think))
     if not requests:
-        reasons = ", ".join(f"{count} {reason}" for reason, count in dropped.items())
+        reasons = ", ".join(f"{count} × {reason}" for reason, count in dropped.items())
         raise UserError(f"workload sharegpt: all conversations of {parameters.path} were dropped ({reasons})")
     notes = []
     if parameters.num_requests is not None and len(requests) < parameters.num_requests:

@@ -149,6 +149,17 @@ def build_trace(spec: dict[str, Any], *, seed: int, tokenizer: TokenizerLike | N
     )
 
 
+def is_export(spec: dict[str, Any]) -> bool:
+    """Whether a specification names an exported workload, whose requests are in the file as they are sent.
+
+    Raises UserError for a file that cannot be read or is no trace.
+    """
+    format_, path = spec.get("format", "auto"), spec.get("path")
+    if format_ != "auto" or not isinstance(path, str):
+        return format_ == "jsonl"
+    return detect_format(open_data(path, where="workload trace")) == "jsonl"
+
+
 def _check(parameters: TraceParameters) -> None:
     for name in ("speedup", "length_scale"):
         value = getattr(parameters, name)
@@ -201,7 +212,7 @@ def _shaped(rows: TraceRows, parameters: TraceParameters) -> tuple[TraceRows, di
             lengths[long] = bound
     rows = rows.select(np.flatnonzero(keep))
     if len(rows) == 0:
-        reasons = ", ".join(f"{count} {reason}" for reason, count in dropped.items())
+        reasons = ", ".join(f"{count} × {reason}" for reason, count in dropped.items())
         raise UserError(f"workload trace: no row of {parameters.path} is left (dropped: {reasons})")
     rows.times_s = rows.times_s - rows.times_s[0]
     return rows, dropped, notes

@@ -77,8 +77,8 @@ class _Collector:
 
     def rows(self, path: Path) -> TraceRows:
         if not self.times:
-            reasons = ", ".join(f"{count}: {reason}" for reason, count in self.dropped.items())
-            raise UserError(f"{path}: no usable row" + (f" (dropped {reasons})" if reasons else ""))
+            reasons = ", ".join(f"{count} × {reason}" for reason, count in self.dropped.items())
+            raise UserError(f"{path}: no usable row" + (f" (dropped: {reasons})" if reasons else ""))
         times = np.array(self.times, dtype=np.int64)
         rows = TraceRows(
             times_s=(times - times.min()) / 1e9,

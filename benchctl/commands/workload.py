@@ -38,7 +38,7 @@ _Tokenizer = Annotated[
     str | None,
     typer.Option(metavar="MODEL_OR_PATH", help="Counts text prompts: a model's name, its folder, or tokenizer.json."),
 ]
-_NumRequests = Annotated[int | None, typer.Option(help="Short for --set num_requests=N.")]
+_NumRequests = Annotated[int | None, typer.Option("--num-requests", "-n", help="Short for --set num_requests=N.")]
 
 
 def ls(as_json: Annotated[bool, typer.Option("--json", help="Machine-readable.")] = False) -> None:

@@ -20,6 +20,7 @@ from workloads.arrivals import Schedule, build_schedule
 from workloads.base import OnRead, RequestDigest, Workload, read_requests
 from workloads.token_ids import request_timestamps
 from workloads.tokenizer import TokenizerLike, load_tokenizer
+from workloads.trace import is_export
 
 _WITH_TOKEN_IDS = ("synthetic", "sharegpt-like", "trace")
 """Workloads that can send token ids and take `vocab_size`."""
@@ -108,6 +109,8 @@ class TrafficFactory:
         spec, model = config.workload, config.model
         if spec.get("name") not in _WITH_TOKEN_IDS or "vocab_size" in spec or not self._local[model]:
             return spec
+        if _sends_an_export(spec):
+            return spec  # its prompts are made already
         if model not in self._vocab_sizes:
             self._vocab_sizes[model] = None
             with contextlib.suppress(UserError):  # another engine may know an architecture that ours does not
@@ -117,9 +120,13 @@ class TrafficFactory:
         return spec if size is None else {**spec, "vocab_size": size}
 
 
+def _sends_an_export(spec: dict[str, Any]) -> bool:
+    return spec.get("name") == "trace" and is_export(spec)
+
+
 def _server_and_file(config: CellConfig) -> bytes | None:
     """Key of a server and of the file whose prompts it gets; None for prompts that are made up from the seed."""
-    if config.workload.get("name") not in _FROM_FILES:
+    if config.workload.get("name") not in _FROM_FILES and not _sends_an_export(config.workload):
         return None
     server = (config.engine, config.model, config.mode, config.attention_backend, config.url)
     return msgspec.json.encode((server, config.workload), order="deterministic")

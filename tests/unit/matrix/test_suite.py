@@ -11,6 +11,8 @@ from benchctl.matrix.suite import load_suite, shipped_suites
 from benchctl.matrix.traffic import TrafficFactory
 from reports.metrics import METRICS
 from server.errors import UserError
+from workloads import build_workload
+from workloads.export import export_workload
 
 MINIMAL = """
 models = ["tiny"]
@@ -98,6 +100,23 @@ def test_prompts_of_a_file_are_said_to_be_cached_the_second_time(tmp_path: Path)
     plan = plan_matrix(load_suite(write(tmp_path, text)))
     traffic = TrafficFactory().prepare(plan.cells)
     noted = [any("prefix cache" in note for note in traffic[cell.id].info.notes) for cell in plan.cells]
+    assert noted == [False, True, False, True]
+
+
+def test_an_exported_workload_is_sent_as_it_is_to_a_model_whose_vocabulary_is_known(tmp_path: Path) -> None:
+    made = build_workload({"name": "synthetic", "num_requests": 3, "input_len": 4}, seed=5, tokenizer=None)
+    export = tmp_path / "export.jsonl"
+    with export.open("wb") as file:
+        export_workload(made, file)
+    replayed = f'workload = {{ name = "trace", path = "{export}" }}'
+    text = MINIMAL.replace(
+        'workload = { name = "synthetic", num_requests = 4, input_len = 8, output_len = 2 }', replayed
+    )
+    plan = plan_matrix(load_suite(write(tmp_path, text)))
+    traffic = TrafficFactory().prepare(plan.cells)
+    infos = [traffic[cell.id].info for cell in plan.cells]
+    assert {info.digest for info in infos} == {made.digest}
+    noted = [any("prefix cache" in note for note in info.notes) for info in infos]
     assert noted == [False, True, False, True]
 
 

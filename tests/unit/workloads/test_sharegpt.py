@@ -164,7 +164,7 @@ def test_shuffle_is_seeded_and_num_requests_stops_early(tmp_path: Path, tokenize
         (b'[{"conversations": [{"from": "human"}]}]', "turn 1: needs text"),
         (
             b'[{"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]}]',
-            "were dropped .1 prompt",
+            "were dropped .1 × prompt",
         ),
         (
             b'[{"conversations": [{"from": "human", "value": "\\ud800"}]}]',

@@ -87,7 +87,7 @@ def test_a_workload_is_named_as_for_run() -> None:
 
 def test_export_and_show_agree_on_the_digest(tmp_path: Path) -> None:
     file = tmp_path / "w.jsonl"
-    assert run("export", "synthetic", "-o", str(file), "--num-requests", "12").exit_code == 0
+    assert run("export", "synthetic", "-o", str(file), "-n", "12").exit_code == 0
     assert [entry.name for entry in tmp_path.iterdir()] == ["w.jsonl"]
     digest = json.loads(run("show", "synthetic", "--num-requests", "12", "--json").stdout)["digest"]
     assert json.loads(run("show", "trace", "--set", f"path={file}", "--json").stdout)["digest"] == digest
