@@ -49,6 +49,16 @@ def parse_formats(text: str) -> list[str]:
 def write_reports(results: ResultSet, directory: Path, formats: Sequence[str] = ("html", "md", "csv")) -> list[Path]:
     """Write `report.<format>` for each format into `directory`; the files in order.
 
-    Raises UserError when a file cannot be written.
+    Raises UserError when a file cannot be written, after all that can: where the megabytes of an HTML page do not fit,
+    the Markdown may.
     """
-    return [write_text(directory / f"{REPORT_STEM}.{name}", FORMATS[name](results)) for name in formats]
+    written: list[Path] = []
+    failed: list[UserError] = []
+    for name in formats:
+        try:
+            written.append(write_text(directory / f"{REPORT_STEM}.{name}", FORMATS[name](results)))
+        except UserError as error:
+            failed.append(error)
+    if failed:
+        raise failed[0]
+    return written

@@ -102,6 +102,13 @@ def test_devices_and_streams_are_written_to_and_not_replaced(tmp_path: Path) -> 
     assert not cannot_be_replaced(tmp_path / "new")
 
 
+def test_reports_that_fit_are_written_beside_one_that_does_not(tmp_path: Path) -> None:
+    (tmp_path / "report.html").mkdir()
+    with pytest.raises(UserError, match=r"report\.html"):
+        write_reports(samples.matrix(), tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == {"report.html", "report.md", "report.csv"}
+
+
 def test_directories_with_and_without_an_index(tmp_path: Path) -> None:
     made = samples.matrix()
     for result in made.results:
