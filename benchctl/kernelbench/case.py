@@ -53,9 +53,10 @@ def relative_error(actual: Tensors, expected: Tensors) -> float:
 
 
 def tolerance(dtype: torch.dtype, *, interpreted: bool) -> float:
-    """Bound of the relative error. The interpreter truncates to bf16 where the GPU rounds, at every conversion."""
+    """Bound of the relative error. The interpreter truncates to bf16 where the GPU rounds, at every conversion: six in
+    the launch of a norm and a gated projection."""
     if dtype is torch.float32:
         return 2e-5
     if dtype is torch.bfloat16 and interpreted:
-        return 2e-2
+        return 3e-2
     return 5e-3

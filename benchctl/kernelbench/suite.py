@@ -8,6 +8,7 @@ from dataclasses import replace
 import torch
 
 from benchctl.kernelbench.attention_cases import Layout, check_cases, make_backend, timed_cases
+from benchctl.kernelbench.block_cases import block_cases
 from benchctl.kernelbench.case import Case, Instance
 from benchctl.kernelbench.layer_cases import layer_cases
 from benchctl.kernelbench.linear_cases import linear_cases
@@ -41,6 +42,7 @@ def all_check_cases(device: torch.device, dtypes: list[torch.dtype], *, small: b
         yield from layer_cases(device, dtype, [1, 5] if small else [1, 7, 300], small=small)
         if dtype is not torch.float32:
             yield from linear_cases(device, dtype, [1, 2, 3, 8], small=small)
+            yield from block_cases(device, dtype, small=small)
     yield from sampling_cases(device, [1, 3] if small else [1, 64], small=small)
 
 
@@ -53,6 +55,7 @@ def all_timed_cases(device: torch.device, dtypes: list[torch.dtype], pages: list
         yield from layer_cases(device, dtype, [1, 64, 8192], small=False)
         if dtype is not torch.float32:
             yield from linear_cases(device, dtype, [1, 2, 4, 8], small=False, with_cublas=True)
+            yield from block_cases(device, dtype, small=False)
     yield from sampling_cases(device, [1, 64, 256], small=False)
 
 

@@ -1,10 +1,9 @@
 """Put the kernels in the place of the layers' plain torch (see `server.layers.kernel_layer`).
 
 Eager mode gets all of them as plain Python functions: nothing traces the model, and a dispatch through torch's
-operators would cost each launch 3 us more. Compiled mode gets the projections, as an operator, and the rotary kernel,
-which writes the cache as well, inside the attention operator. The rest is Inductor's: on an H200 a step of one sequence
-of the 8B shape takes 3.97 ms with its norms and 4.03 ms with ours, although they are breaks in the chain of dependent
-launches (`server.kernels.launch`).
+operators would cost each launch 3 us more. Compiled mode gets the rotary kernel, which writes the cache as well, inside
+the attention operator, and what lies between two attention calls as two operators, which hold the norms
+(`server.kernels.block_op`). The embedding, the first norm and the last are Inductor's.
 """
 
 from __future__ import annotations
@@ -20,6 +19,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from server.forward_context import get_forward_context
+from server.kernels import block_op
 from server.kernels import norm_op as _norm_op  # noqa: F401 - registers the operators
 from server.kernels.activation import silu_and_mul
 from server.kernels.embedding import embedding
@@ -32,7 +32,7 @@ from server.layers.attention import RotateAndStore
 from server.layers.kernel_layer import KernelFactory, install_kernels
 from server.layers.linear import Embedding, Linear
 from server.layers.norm import RMSNorm
-from server.models.decoder import DecoderLayer, FeedForward, SelfAttention
+from server.models.decoder import Decoder, DecoderLayer, FeedForward, SelfAttention
 
 Forward = Callable[..., Any]
 
@@ -57,9 +57,10 @@ def install_eager_kernels(model: nn.Module) -> Counter[str]:
 
 
 def install_compiled_kernels(model: nn.Module, *, norms: bool = False) -> Counter[str]:
-    """Replace the projections by `torch.ops.benchserve.linear` and `gated_linear`, and what lies between projection and
-    attention by the rotary kernel within the attention operator; with `norms` also the norms, which Inductor otherwise
-    fuses with their neighbours. Returns how many of each. For models that are compiled."""
+    """Replace what lies between projection and attention by the rotary kernel within the attention operator, and what
+    lies between two attention calls by the operators of `block_op`, or, where those do not fit, the projections by
+    `torch.ops.benchserve.linear` and `gated_linear`. With `norms` also the norms that are left, which Inductor
+    otherwise fuses with their neighbours. Returns how many of each. For models that are compiled."""
     factories: dict[str, KernelFactory] = {"linear": _linear_operator}
     if norms:
         factories["rms_norm"] = _rms_norm_operator
@@ -72,6 +73,10 @@ def install_compiled_kernels(model: nn.Module, *, norms: bool = False) -> Counte
         elif isinstance(module, FeedForward) and supports(module.gate_up_proj.weight):
             module.forward = _feed_forward(module, torch.ops.benchserve.gated_linear.default)  # type: ignore[method-assign]
             installed["gated_linear"] += 1
+    for module in model.modules():
+        if isinstance(module, Decoder) and block_op.can_run(module):
+            module.run = block_op.run
+            installed["block"] += len(module.layers)
     return installed
 
 
@@ -234,7 +239,10 @@ def warm_up_layers(model: nn.Module, *, norms: bool) -> None:
     # What follows a gated projection of more rows.
     widths = {layer.out_features: layer.weight for layer, function in distinct.values() if function is gated_linear}
     calls += [partial(silu_and_mul, weight.new_zeros(1, width)) for width, weight in widths.items()]
-    if norms:
+    decoder = next(module for module in model.modules() if isinstance(module, Decoder))
+    if decoder.run is not None:
+        calls += block_op.warm_up_calls(decoder)
+    if norms or decoder.run is not None:
         # Norms of heads are part of the rotary kernel; the others are all of one size.
         decoder_layer = next(module for module in model.modules() if isinstance(module, DecoderLayer))
         weight, eps = decoder_layer.input_layernorm.weight, decoder_layer.input_layernorm.eps

@@ -17,8 +17,16 @@ def deep_config(request: pytest.FixtureRequest) -> object:
     return msgspec.structs.replace(FAMILIES[request.param], num_layers=5)
 
 
-def test_repeated_plan_is_that_of_the_whole_model(deep_config: object) -> None:
-    model = make_model(deep_config).model  # type: ignore[arg-type]
+@pytest.mark.parametrize("with_kernels", [False, True])
+def test_repeated_plan_is_that_of_the_whole_model(deep_config: object, with_kernels: bool) -> None:
+    whole_model = make_model(deep_config)  # type: ignore[arg-type]
+    if with_kernels:
+        pytest.importorskip("triton")
+        from server.kernels.install import install_compiled_kernels
+
+        whole_model.half()
+        assert install_compiled_kernels(whole_model)["block"] == 5
+    model = whole_model.model
     whole = split(capture(model, 7, CPU))
     short, num_layers = shortened(model)
     assert (num_layers, len(short.layers), len(model.layers)) == (5, SAMPLE, 5)  # type: ignore[arg-type]

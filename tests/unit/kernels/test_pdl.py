@@ -17,7 +17,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from server.compilation.pieces import _settings
-from server.kernels import activation, gemv, kv_write, launch, norm, paged_decode, rotary, sampling
+from server.kernels import activation, gemv, kv_write, launch, norm, norm_gemv, paged_decode, rotary, sampling
 
 WAIT, START = "griddepcontrol.wait", "griddepcontrol.launch_dependents"
 HALF, FLOAT, INT, LONG = "*bf16", "*fp32", "*i32", "*i64"
@@ -51,6 +51,9 @@ CASES: dict[str, tuple[Any, list[str], tuple[Any, ...], int]] = {
     "gemv, two rows": (gemv._gemv_kernel, [HALF] * 4, (4096, 64, 2, 2, 1024, 4, 4, False), 8),
     "gated gemv": (gemv._gated_gemv_kernel, [HALF] * 4, (4096, 64, 1, 1024, 4, 4, False), 8),
     "gated gemv, two rows": (gemv._gated_gemv_kernel, [HALF] * 4, (4096, 64, 2, 512, 4, 4, False), 8),
+    "add gemv": (norm_gemv._add_gemv_kernel, [HALF] * 5, (2048, 4, 256, 8, True), 8),
+    "norm gemv": (norm_gemv._norm_gemv_kernel, [*[HALF] * 5, "fp32"], (1024, 64, 4, 256, False, True), 8),
+    "norm gated gemv": (norm_gemv._norm_gemv_kernel, [*[HALF] * 5, "fp32"], (1024, 64, 4, 256, True, False), 12),
     "rms_norm": (norm._rms_norm_kernel, [HALF, HALF, HALF, "fp32"], (1024, 1, 1024, 1024), 1),
     "add_rms_norm": (norm._add_rms_norm_kernel, [*[HALF] * 5, "fp32"], (1024, 1024), 1),
     "rotary": (
@@ -116,7 +119,7 @@ def test_every_program_waits_before_it_touches_what_others_write(name: str) -> N
 
 
 def test_the_cases_are_all_kernels_that_are_launched_so() -> None:
-    modules = (activation, gemv, kv_write, norm, paged_decode, rotary, sampling)
+    modules = (activation, gemv, kv_write, norm, norm_gemv, paged_decode, rotary, sampling)
     kernels = {value for module in modules for name, value in vars(module).items() if name.endswith("_kernel")}
     dependent = {kernel for kernel in kernels if "PDL" in kernel.arg_names}
     assert dependent == {case[0] for case in CASES.values()}

@@ -8,11 +8,12 @@ import pytest
 import torch
 
 from benchctl.kernelbench import reference
+from benchctl.kernelbench.case import relative_error
 from server.attention.base import AttentionSpec
 from server.attention.triton_attn import TritonAttentionBackend
 from server.attention.warm_up import SyntheticBatch, synthetic_batch
 from server.forward_context import ForwardContext, set_forward_context
-from server.kernels import norm_op
+from server.kernels import block_op, norm_op
 from server.kernels.install import install_compiled_kernels, install_eager_kernels
 from server.kernels.norm import add_rms_norm
 from server.models.config import ModelConfig
@@ -69,7 +70,7 @@ def run(model: CausalLM, backend: TritonAttentionBackend, batch: SyntheticBatch)
         count = starts[seq + 1] - starts[seq]
         positions[starts[seq] : starts[seq + 1]] = torch.arange(length - count, length)
     ids = torch.arange(rows) * 13 % 211
-    with torch.inference_mode(), set_forward_context(ForwardContext(meta, layers)):
+    with torch.inference_mode(), set_forward_context(ForwardContext(meta, layers, positions=positions)):
         logits = model.compute_logits(model(ids, positions))
     cache = list(layers.values())[-1].kv_cache
     assert cache is not None
@@ -108,10 +109,32 @@ def test_profiling_without_a_cache_runs_and_is_finite() -> None:
 def test_compiled_kernels_replace_half_precision_projections_only() -> None:
     assert install_compiled_kernels(make_model(qk_norm=False, qkv_bias=False))["linear"] == 0
     half = make_model(qk_norm=False, qkv_bias=False).to(torch.bfloat16)
-    assert install_compiled_kernels(half) == {"linear": 2 * 4 + 1, "rotary": 2, "gated_linear": 2}
+    assert install_compiled_kernels(half) == {"linear": 2 * 4 + 1, "rotary": 2, "gated_linear": 2, "block": 2}
     half = make_model(qk_norm=False, qkv_bias=False).to(torch.bfloat16)
-    expected = {"linear": 2 * 4 + 1, "rms_norm": 2 * 2 + 1, "rotary": 2, "gated_linear": 2}
+    expected = {"linear": 2 * 4 + 1, "rms_norm": 2 * 2 + 1, "rotary": 2, "gated_linear": 2, "block": 2}
     assert install_compiled_kernels(half, norms=True) == expected
+
+
+@pytest.mark.parametrize(("qk_norm", "qkv_bias"), [(False, False), (True, True)])
+@pytest.mark.parametrize(("query_lens", "seq_lens"), [([1], [17]), ([1, 1], [5, 17]), ([6, 1], [22, 9])], ids=str)
+def test_blocks_of_compiled_models_leave_the_result_unchanged(
+    qk_norm: bool, qkv_bias: bool, query_lens: list[int], seq_lens: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec = AttentionSpec(CPU, torch.float16, 4, 2, 32, 16, max_num_seqs=4)
+    batch = synthetic_batch(spec, query_lens, seq_lens)
+    plain = make_model(qk_norm=qk_norm, qkv_bias=qkv_bias).half()
+    wanted, wanted_cache = run(plain, ReferenceBackend(spec), batch)
+    model = make_model(qk_norm=qk_norm, qkv_bias=qkv_bias).half()
+    assert install_compiled_kernels(model)["block"] == 2
+    got, got_cache = run(model, TritonAttentionBackend(spec), batch)
+    assert relative_error((got,), (wanted.float(),)) < 4e-3
+    assert relative_error((got_cache,), (wanted_cache.float(),)) < 4e-3
+    # The operators have a plain form for the CPU; this is the one for CUDA.
+    for name in ("project_norm_gated", "project_norm_project"):
+        monkeypatch.setattr(getattr(torch.ops.benchserve, name), "default", getattr(block_op, name))
+    got, got_cache = run(model, TritonAttentionBackend(spec), batch)
+    assert relative_error((got,), (wanted.float(),)) < 4e-3
+    assert relative_error((got_cache,), (wanted_cache.float(),)) < 4e-3
 
 
 def test_norms_in_a_graph_leave_their_arguments_alone() -> None:
