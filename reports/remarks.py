@@ -50,7 +50,7 @@ def _of(cell: CellResult) -> Iterator[str]:
         )
     without_tpot = metrics.completed - metrics.tpot_s.n
     if without_tpot > 0 and any("tpot" in goodput.slo for goodput in metrics.goodput):
-        yield f"{without_tpot} answers have no TPOT, as all their tokens came at once: they meet no SLO that names it"
+        yield f"{without_tpot} × no TPOT, as all tokens of the answer came at once: meets no SLO that names it"
     yield from _lengths(cell)
     if metrics.output_token_source != "usage":
         yield f"output tokens are not the server's count but from: {metrics.output_token_source}"

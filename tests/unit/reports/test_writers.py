@@ -172,11 +172,11 @@ def test_what_was_left_out_repeated_or_approximated_is_said(name: str) -> None:
 def test_answers_that_meet_no_slo_for_want_of_a_tpot_are_said() -> None:
     cell = samples.cell("eager", "TORCH_SDPA", 2.0)
     assert cell.metrics is not None
-    assert "have no TPOT" not in render_markdown(only(cell))
+    assert "no TPOT" not in render_markdown(only(cell))
     cell.metrics.tpot_s.n = cell.metrics.completed - 3
-    assert "3 answers have no TPOT, as all their tokens came at once" in render_markdown(only(cell))
+    assert "3 × no TPOT, as all tokens of the answer came at once" in render_markdown(only(cell))
     cell.metrics.goodput[0].slo = "ttft:1s"
-    assert "have no TPOT" not in render_markdown(only(cell))
+    assert "no TPOT" not in render_markdown(only(cell))
 
 
 def test_long_remarks_stay_indented_on_a_narrow_screen() -> None:
