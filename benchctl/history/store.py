@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sqlite3
 from collections.abc import Iterable, Iterator
 from contextlib import closing, contextmanager
@@ -124,8 +125,20 @@ def _read_lines(file: Path) -> list[Record]:
 def _decode(data: bytes, where: str) -> Record:
     try:
         record = msgspec.json.decode(data, type=Record)
-    except msgspec.DecodeError as error:
+    except msgspec.ValidationError as error:
         raise UserError(f"{where}: not a history record: {error}") from None
+    except msgspec.DecodeError as error:
+        raise UserError(f"{where}{_column_of_error(data)}: broken JSON: {error}") from None
     if record.record_version.split(".")[0] != RECORD_VERSION.split(".")[0]:
         raise UserError(f"{where}: has record version {record.record_version}, this benchctl reads {RECORD_VERSION}")
     return record
+
+
+def _column_of_error(data: bytes) -> str:
+    try:
+        json.loads(data)
+    except json.JSONDecodeError as error:
+        return f", column {error.colno}"
+    except UnicodeDecodeError as error:
+        return f", byte {error.start + 1}"
+    return ""

@@ -154,6 +154,13 @@ def test_bad_stores(tmp_path: Path) -> None:
     (tmp_path / "store" / "x.jsonl").write_text('\n{"a": 1}\n')
     with pytest.raises(UserError, match=r"x\.jsonl, line 2: not a history record"):
         open_store(tmp_path / "store").read()
+    for text, message in (
+        (b'{"a": 1, oops}', "line 1, column 10: broken JSON"),
+        (b'{"a\xff"}', "line 1, byte 4: broken"),
+    ):
+        (tmp_path / "store" / "x.jsonl").write_bytes(text)
+        with pytest.raises(UserError, match=message):
+            open_store(tmp_path / "store").read()
     newer = records_of([factory.result()], tmp_path)[0]
     import msgspec
 
