@@ -36,6 +36,8 @@ class PrefillConfig:
     block_n: int
     num_warps: int
     num_stages: int
+    max_registers: int | None = None
+    """Of a thread. Two programs of 8 warps share a multiprocessor at 128, at the price of a few spilled bytes."""
 
 
 MAX_SPLITS = 64
@@ -68,7 +70,11 @@ DECODE_TABLE: dict[tuple[int, int], dict[int, DecodeConfig]] = {
 # (padded head size, bytes per element) -> {upper bound of rows (longest query x group): config}
 PREFILL_TABLE: dict[tuple[int, int], dict[int, PrefillConfig]] = {
     (64, 2): {16: PrefillConfig(16, 64, 4, 3), 1 << 30: PrefillConfig(64, 64, 4, 3)},
-    (128, 2): {16: PrefillConfig(16, 64, 4, 3), 1 << 30: PrefillConfig(64, 64, 4, 3)},
+    (128, 2): {
+        16: PrefillConfig(16, 64, 4, 3),
+        128: PrefillConfig(64, 64, 4, 3),
+        1 << 30: PrefillConfig(128, 64, 8, 2, max_registers=128),
+    },
     (256, 2): {
         16: PrefillConfig(16, 32, 4, 2),
         64: PrefillConfig(64, 32, 4, 2),
@@ -78,6 +84,9 @@ PREFILL_TABLE: dict[tuple[int, int], dict[int, PrefillConfig]] = {
     (128, 4): {16: PrefillConfig(16, 32, 4, 2), 1 << 30: PrefillConfig(32, 32, 4, 2)},
     (256, 4): {16: PrefillConfig(16, 16, 4, 2), 1 << 30: PrefillConfig(32, 16, 4, 2)},
 }
+
+# Instead of the last entries above where a tile spans pages: the look-ups leave no room for fewer registers.
+SMALL_PAGE_PREFILL: dict[tuple[int, int], PrefillConfig] = {(128, 2): PrefillConfig(64, 64, 4, 3)}
 
 
 def padded_head_dim(head_dim: int) -> int:
@@ -90,9 +99,10 @@ def decode_config(padded_dim: int, element_size: int, num_seqs: int) -> DecodeCo
     return next(config for bound, config in table.items() if num_seqs <= bound)
 
 
-def prefill_config(padded_dim: int, element_size: int, rows: int) -> PrefillConfig:
-    table = PREFILL_TABLE[padded_dim, element_size]
-    return next(config for bound, config in table.items() if rows <= bound)
+def prefill_config(padded_dim: int, element_size: int, rows: int, page: int) -> PrefillConfig:
+    key = padded_dim, element_size
+    config = next(config for bound, config in PREFILL_TABLE[key].items() if rows <= bound)
+    return SMALL_PAGE_PREFILL.get(key, config) if config.max_registers and page < config.block_n else config
 
 
 def decode_splits(config: DecodeConfig, num_seqs: int, num_kv_heads: int, max_seq_len: int) -> int:

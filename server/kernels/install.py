@@ -2,8 +2,9 @@
 
 Eager mode gets all of them as plain Python functions: nothing traces the model, and a dispatch through torch's
 operators would cost each launch 3 us more. Compiled mode gets the rotary kernel, which writes the cache as well, inside
-the attention operator, and what lies between two attention calls as two operators, which hold the norms
-(`server.kernels.block_op`). The embedding, the first norm and the last are Inductor's.
+the attention operator, and, where rows are short, what lies between two attention calls as two operators which hold the
+norms (`server.kernels.block_op`). Where they are long it gets the projections, and the norms are Inductor's: on an H200
+a step of one sequence of the 8B shape takes 3.97 ms with its norms and 4.03 ms with ours.
 """
 
 from __future__ import annotations

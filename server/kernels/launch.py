@@ -118,11 +118,21 @@ class Prebound:
     __slots__ = ("_bound", "_constants", "_kernel", "_options", "_pdl")
 
     def __init__(
-        self, kernel: Any, constants: tuple[Any, ...], *, num_warps: int = 4, num_stages: int = 2, pdl: bool = False
+        self,
+        kernel: Any,
+        constants: tuple[Any, ...],
+        *,
+        num_warps: int = 4,
+        num_stages: int = 2,
+        max_registers: int | None = None,
+        pdl: bool = False,
     ) -> None:
+        """`max_registers`: most registers of a thread; None: as many as the compiler likes."""
         self._kernel = kernel
         self._constants = constants
         self._options = {"num_warps": num_warps, "num_stages": num_stages}
+        if max_registers is not None:
+            self._options["maxnreg"] = max_registers
         self._pdl = pdl
         self._bound: dict[int, tuple[Any, Any, Any, Any, tuple[Any, ...]]] = {}
 

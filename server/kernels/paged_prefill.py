@@ -16,7 +16,7 @@ import triton.language as tl
 from server.kernels.attention_config import PrefillConfig, padded_head_dim, prefill_config
 from server.kernels.launch import INTERPRETED, Prebound, cached
 from server.kernels.paged_decode import LOG2_E
-from server.kernels.paged_tiles import attend_tile
+from server.kernels.paged_tiles import attend_tile, load_tile, multiply_add, weigh
 
 
 @triton.jit(do_not_specialize=["v_offset16", "block_table_stride", "q_stride8", "out_stride8", "first_seq", "num_seqs"])
@@ -88,13 +88,29 @@ def _prefill_kernel(
     row_sum = tl.zeros((BLOCK_M,), dtype=tl.float32)
     end = context + last_query
     full_end = (context + first_query + 1) // BLOCK_N * BLOCK_N
-    for first in tl.range(0, full_end, BLOCK_N):
-        acc, row_max, row_sum = attend_tile(
-            q, k_base, v_base, table, first, end, positions, offs_d, d_mask,
-            acc, row_max, row_sum, scale_log2,
-            BLOCK_M, BLOCK_N, PAGE_STRIDE, ROW_STRIDE, PAGE, BLOCK_D != HEAD_DIM, False, UPCAST,
-        )  # fmt: skip
-    for first in tl.range(full_end, end, BLOCK_N):
+    if BLOCK_N <= PAGE:
+        # A tile lies in one page, whose number is read a tile ahead: the reads of keys and values wait for it.
+        offs_n = tl.arange(0, BLOCK_N)
+        offsets = offs_n[:, None] * ROW_STRIDE + offs_d[None, :]
+        last_page = (end - 1) // PAGE
+        page = tl.load(table)
+        for first in tl.range(0, full_end, BLOCK_N):
+            at = page.to(tl.int64) * PAGE_STRIDE + (first % PAGE) * ROW_STRIDE
+            k = load_tile(k_base + at + offsets, offs_n, end, d_mask, BLOCK_D != HEAD_DIM, False)
+            v = load_tile(v_base + at + offsets, offs_n, end, d_mask, BLOCK_D != HEAD_DIM, False)
+            page = tl.load(table + tl.minimum((first + BLOCK_N) // PAGE, last_page))
+            weights, rescale, row_max, row_sum = weigh(
+                q, k, offs_n, positions, row_max, row_sum, scale_log2, BLOCK_M, BLOCK_N, False, UPCAST
+            )
+            acc = multiply_add(weights.to(v.dtype), v, acc * rescale[:, None], UPCAST)
+    else:
+        for first in tl.range(0, full_end, BLOCK_N):
+            acc, row_max, row_sum = attend_tile(
+                q, k_base, v_base, table, first, end, positions, offs_d, d_mask,
+                acc, row_max, row_sum, scale_log2,
+                BLOCK_M, BLOCK_N, PAGE_STRIDE, ROW_STRIDE, PAGE, BLOCK_D != HEAD_DIM, False, UPCAST,
+            )  # fmt: skip
+    for first in tl.range(full_end, end, BLOCK_N, num_stages=1):
         acc, row_max, row_sum = attend_tile(
             q, k_base, v_base, table, first, end, positions, offs_d, d_mask,
             acc, row_max, row_sum, scale_log2,
@@ -121,7 +137,13 @@ def _bound(
         num_kv_heads, group, head_dim, page, *cache_strides, block_m // group, block_m,
         padded_head_dim(head_dim), config.block_n, INTERPRETED,
     )  # fmt: skip
-    kernel = Prebound(_prefill_kernel, constants, num_warps=config.num_warps, num_stages=config.num_stages)
+    kernel = Prebound(
+        _prefill_kernel,
+        constants,
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+        max_registers=config.max_registers,
+    )
     return kernel, block_m // group
 
 
@@ -149,7 +171,7 @@ def paged_prefill(
     page, num_kv_heads = kv_cache.shape[2], kv_cache.shape[3]
     if config is None:
         rows = max_query_len * (num_heads // num_kv_heads)
-        config = prefill_config(padded_head_dim(head_dim), query.element_size(), rows)
+        config = prefill_config(padded_head_dim(head_dim), query.element_size(), rows, page)
     kernel, block_q = _bound(query.dtype, num_heads, num_kv_heads, head_dim, page, kv_cache.stride()[1:4], config)
     kernel(
         (num_kv_heads, (num_tokens - first_seq) // block_q + num_seqs - first_seq, 1),

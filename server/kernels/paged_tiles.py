@@ -65,6 +65,32 @@ def multiply_add(a, b, acc, UPCAST: tl.constexpr):
 
 
 @triton.jit
+def weigh(
+    q,
+    k,
+    offs_n,
+    q_positions,
+    row_max,
+    row_sum,
+    scale_log2,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    MASKED: tl.constexpr,
+    UPCAST: tl.constexpr,
+):
+    """The first half of a step of the online softmax: unnormalised weights (BLOCK_M, BLOCK_N) of the keys, the factor
+    for what was summed before, and the new maximum (of the unscaled scores) and sum of each row."""
+    scores = multiply_add(q, tl.trans(k), tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32), UPCAST)
+    if MASKED:
+        scores = tl.where(offs_n[None, :] <= q_positions[:, None], scores, float("-inf"))
+    new_max = tl.maximum(row_max, tl.max(scores, 1))
+    # One multiply-add an element: the scale, which is positive, is applied with the subtraction.
+    weights = tl.exp2(scores * scale_log2 - (new_max * scale_log2)[:, None])
+    rescale = tl.exp2((row_max - new_max) * scale_log2)
+    return weights, rescale, new_max, row_sum * rescale + tl.sum(weights, 1)
+
+
+@triton.jit
 def attend_tile(
     q,
     k_base,
@@ -98,14 +124,9 @@ def attend_tile(
         block_table, offs_n, first, limit, offs_d, PAGE_STRIDE, ROW_STRIDE, BLOCK_N, PAGE, MASKED
     )
     k = load_tile(k_base + base + offsets, offs_n, limit, d_mask, PAD_D, MASKED)
-    scores = multiply_add(q, tl.trans(k), tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32), UPCAST)
-    if MASKED:
-        scores = tl.where(offs_n[None, :] <= q_positions[:, None], scores, float("-inf"))
-    new_max = tl.maximum(row_max, tl.max(scores, 1))
-    # One multiply-add an element: the scale, which is positive, is applied with the subtraction.
-    weights = tl.exp2(scores * scale_log2 - (new_max * scale_log2)[:, None])
-    rescale = tl.exp2((row_max - new_max) * scale_log2)
-    row_sum = row_sum * rescale + tl.sum(weights, 1)
+    weights, rescale, row_max, row_sum = weigh(
+        q, k, offs_n, q_positions, row_max, row_sum, scale_log2, BLOCK_M, BLOCK_N, MASKED, UPCAST
+    )
     v = load_tile(v_base + base + offsets, offs_n, limit, d_mask, PAD_D, MASKED)
     acc = multiply_add(weights.to(v.dtype), v, acc * rescale[:, None], UPCAST)
-    return acc, new_max, row_sum
+    return acc, row_max, row_sum
