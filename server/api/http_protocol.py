@@ -94,6 +94,19 @@ class HttpProtocol(HttpToolsProtocol):
                 self.send_400_response(message)
                 return
 
+    def send_400_response(self, msg: str) -> None:
+        """Refuse what is no HTTP. Requests before it on the connection are answered first, and then it is closed."""
+        active = self._active
+        if active is None or active.response_complete or (active.more_body and not active.response_started):
+            super().send_400_response(msg)
+        elif active.more_body:  # the body of a request whose answer is under way
+            self.transport.abort()
+        else:
+            if self.pipeline and self.pipeline[0][0].more_body:  # the last one has no end
+                self.pipeline.popleft()
+            last = self.pipeline[0][0] if self.pipeline else active
+            last.keep_alive = False
+
     def _framing(self) -> bytes:
         """The headers of the request that say where its body ends; empty when it has none."""
         lines = []

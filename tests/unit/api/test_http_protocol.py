@@ -121,3 +121,27 @@ async def test_what_is_no_http_behind_an_offer_is_refused(port: int) -> None:
     writer.write(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n")
     assert (await reader.read()).startswith(b"HTTP/1.1 400 ")
     writer.close()
+
+
+BROKEN = b"POST / HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n3\r\nabcdefgh\r\n"
+
+
+@pytest.mark.parametrize("garbage", [b"no HTTP at all\r\n\r\n", BROKEN])
+@pytest.mark.parametrize("valid", [1, 3])
+async def test_requests_before_what_is_no_http_are_answered_first(port: int, valid: int, garbage: bytes) -> None:
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write(PLAIN * valid + garbage)
+    received = await asyncio.wait_for(reader.read(), 20)
+    assert received.count(b"HTTP/1.1 200 OK") == received.count(b"end plain\r\n0\r\n\r\n") == valid
+    assert received.count(b"connection: close") == 1
+    assert received.endswith(b"end plain\r\n0\r\n\r\n"), "nothing in between or behind"
+    writer.close()
+
+
+async def test_a_broken_body_is_refused(port: int) -> None:
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write(BROKEN)
+    received = await asyncio.wait_for(reader.read(), 20)
+    assert received.startswith(b"HTTP/1.1 400 ")
+    assert received.count(b"HTTP/1.1") == 1
+    writer.close()
