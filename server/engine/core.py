@@ -35,6 +35,7 @@ _LEAST_MIXED_PREFILL = 512
 STEP_LIMIT_S = 300.0
 """vLLM's default for VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS."""
 _LAUNCH_PHASES = ("prepare", "forward", "logits", "sample")
+_STATS_NS = 100_000_000
 # Longest turn of the loop: the supervisor takes one that does not turn for dead.
 _TURN_MS = 1000
 
@@ -64,6 +65,8 @@ class EngineCore:
         self._next_due_ns: int | None = None
         """When a step that could be scheduled now is due; None: there is none."""
         self._schedule_ns = 0
+        self._told_ns = 0
+        """When every client last heard the statistics."""
 
     def start(self) -> None:
         """Wait until the worker can run steps. Requests that come meanwhile wait in the socket."""
@@ -192,13 +195,20 @@ class EngineCore:
             self._profile.add(phase, self.scheduler.num_steps, start_ns, end_ns)
 
     def _send_outputs(self, outputs: dict[int, list[RequestOutput]]) -> None:
-        """One message per client; every client hears the statistics, so that any of them can answer /metrics."""
+        """One message for each client that waits for something. The others hear the statistics, so that any of them can
+        answer /metrics, ten times a second and when the last request has ended: a step waits for every message."""
+        now = time.monotonic_ns()
+        everybody = now - self._told_ns >= _STATS_NS or not self.scheduler.requests
+        if everybody:
+            self._told_ns = now
+        clients = self._to_api if everybody else outputs
+        if not clients:
+            return
         stats = self.scheduler.stats()
         stats.num_compilations = self._num_compilations
         stats.num_jit_events = self._num_jit_events
         stats.step_seconds = dict(self._seconds)
-        now = time.monotonic_ns()
-        for client_index in self._to_api:
+        for client_index in clients:
             self._send(client_index, StepOutputs(outputs.get(client_index, []), stats, now))
 
     def _send(self, client_index: int, message: FromEngine) -> None:

@@ -175,6 +175,23 @@ def test_two_clients_get_the_tokens_of_their_requests(engine: Engine) -> None:
     assert {"schedule", "send", "update", "wait"} <= last.stats.step_seconds.keys()
 
 
+def test_who_waits_for_nothing_hears_of_the_state_but_not_of_every_step(engine: Engine) -> None:
+    def receive() -> StepOutputs:
+        message = engine.receive(1)
+        assert isinstance(message, StepOutputs)
+        return message
+
+    engine.requests.send(AddRequest("r", 0, [1], SamplingParams(max_tokens=50), 0))
+    outputs, last = collect(engine, 0, {"r"})
+    heard = [receive()]
+    while heard[-1].stats is None or heard[-1].stats.num_running:
+        heard.append(receive())
+    assert not any(message.outputs for message in heard)
+    assert len(heard) < len(outputs["r"]) == 50
+    assert last.stats is not None
+    assert last.stats.num_steps >= 50
+
+
 def test_refuses_what_cannot_run_and_survives_garbage(engine: Engine) -> None:
     for garbage in (b"", b"\xff\x00", msgspec.msgpack.encode(["add", "x"]), msgspec.msgpack.encode({"a": 1})):
         engine.requests.socket.send(garbage)
