@@ -25,7 +25,12 @@ class Trial:
     """Trials of the same binary differ in the grid only and are compiled once."""
 
 
-DECODE_SHAPES = [(1, 640), (1, 4096), (8, 1024), (64, 1024), (256, 257), (256, 512)]
+DECODE_SHAPES = [
+    *(("", [length] * seqs) for seqs, length in ((1, 640), (1, 4096), (8, 1024), (64, 1024), (256, 257), (256, 512))),
+    # As under real traffic: log-spaced, the longest 16 times the shortest.
+    *(("ragged ", [round(96 * 16 ** (i / (seqs - 1))) for i in range(seqs)]) for seqs in (12, 24, 48, 96, 192, 384)),
+]
+"""(label, lengths of the sequences)."""
 _DECODE_BOUND = 4096
 """What a captured graph would state as the longest sequence."""
 
@@ -72,35 +77,38 @@ def _decode_trials(device: torch.device, dtype: torch.dtype, page: int, head_dim
     from server.kernels.paged_decode import DecodeScratch, paged_decode
 
     layout = Layout(*LLAMA_8B[:2], head_dim, page)
-    spec = layout.spec(device, dtype, 256)
-    scratch = DecodeScratch(device, *LLAMA_8B[:2], head_dim, 256, 1056)
+    spec = layout.spec(device, dtype, 512)
+    scratch = DecodeScratch(device, *LLAMA_8B[:2], head_dim, 512)
     tiles = [
         (16, 1, 5), (32, 1, 4), (32, 1, 5), (32, 2, 4), (32, 2, 5), (32, 2, 7), (32, 4, 5), (64, 2, 3), (64, 2, 4),
         (64, 2, 5), (64, 2, 7), (64, 4, 4), (64, 4, 5), (128, 2, 3), (128, 4, 3), (128, 4, 5),
     ]  # fmt: skip
     trials = []
-    for seqs, length in DECODE_SHAPES:
-        cuts = [(132, False), (264, False)] if seqs <= 16 else [(264, True), (528, True), (1056, True), (1056, False)]
+    most = max(len(lengths) for _, lengths in DECODE_SHAPES)
+    for label, lengths in DECODE_SHAPES:
+        seqs = len(lengths)
+        cuts = [(264, False), (528, False)] if seqs <= 16 else [(264, True), (1056, True), (2112, True), (1056, False)]
         for (block_n, warps, stages), (target, planned) in itertools.product(tiles, cuts):
             config = DecodeConfig(block_n, warps, stages, target, 256 if seqs > 4 else 64, planned)
 
-            def build(seed: int, lens: tuple[int, int] = (seqs, length), config: DecodeConfig = config) -> Instance:
-                batch = synthetic_batch(spec, [1] * lens[0], [lens[1]] * lens[0], seed=seed)
+            def build(seed: int, lens: list[int] = lengths, config: DecodeConfig = config) -> Instance:
+                batch = synthetic_batch(spec, [1] * len(lens), lens, seed=seed)
                 meta = batch.metadata
-                plan = plan_decode(meta.seq_lens, meta.query_start_loc, LLAMA_8B[1], 256, config, mixed=False)
+                plan = plan_decode(meta.seq_lens, LLAMA_8B[1], most, config)
 
                 def run(config: DecodeConfig | None = config) -> tuple[torch.Tensor, ...]:
                     paged_decode(
-                        batch.query, batch.kv_cache, meta.block_table, meta.query_start_loc, meta.seq_lens,
-                        _DECODE_BOUND, head_dim**-0.5, batch.output, scratch, config=config,
+                        batch.query, batch.kv_cache, meta.block_table, meta.seq_lens, _DECODE_BOUND,
+                        head_dim**-0.5, batch.output, scratch, config=config,
                         plan=plan if config and config.planned else None,
                     )  # fmt: skip
                     return (batch.output,)
 
                 return Instance(run, lambda: (run(None)[0].float(),))
 
-            moved = 2 * dtype.itemsize * layout.num_kv_heads * head_dim * seqs * length
-            case = Case("decode", f"{seqs} x {length} ({layout})", dtype, moved, 0, build)
+            total = sum(lengths)
+            moved = 2 * dtype.itemsize * layout.num_kv_heads * head_dim * total
+            case = Case("decode", f"{label}{seqs} x {total // seqs} ({layout})", dtype, moved, 0, build)
             trials.append(Trial(case, _text(config), (block_n, warps, stages, planned, config.min_chunk)))
     return trials
 
