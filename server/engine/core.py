@@ -135,9 +135,11 @@ class EngineCore:
         return min(max(0, (self._next_due_ns - time.monotonic_ns()) // 1_000_000), _TURN_MS)
 
     def _supply(self) -> None:
-        """Schedule until the worker has as many steps as it may have, a second one only when it is due."""
+        """Schedule until the worker has as many steps as it may have, a second one only when it is due; a third where
+        steps are short."""
         self._next_due_ns = None
-        while self.scheduler.num_in_flight < self._depth and self.scheduler.requests:
+        depth = self._depth + (self._depth > 1 and self._pacer.are_steps_short())
+        while self.scheduler.num_in_flight < depth and self.scheduler.requests:
             before = time.monotonic_ns()
             due_ns = self._pacer.due_ns() if self.scheduler.num_in_flight else 0
             if due_ns - before >= 1_000_000:

@@ -12,6 +12,9 @@ MARGIN_NS = 1_000_000
 """Left on top of the host's own time: waking up from a wait is a matter of some 100 us."""
 HOST_FACTOR = 1.5
 """How much more than last time the host may need."""
+SHORT_STEP_NS = 1_500_000
+"""From a step's result over the schedule of the next but one to its launch takes the processes 0.7 to 1.4 ms. Shorter
+steps than that leave the device waiting unless one more is in flight."""
 
 
 class Pacer:
@@ -41,6 +44,10 @@ class Pacer:
             self._durations.clear()
         self._host_ns = host_ns
         self._began = now_ns
+
+    def are_steps_short(self) -> bool:
+        """Whether the last steps were so short that the host cannot keep up with one step's notice."""
+        return len(self._durations) == 2 and max(self._durations) < SHORT_STEP_NS
 
     def due_ns(self) -> int:
         """When to schedule the step after the one in flight; in the past for one whose duration is not known."""

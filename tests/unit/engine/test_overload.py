@@ -89,7 +89,7 @@ class Overload:
         return [name for name, steps in self.token_steps.items() if len(steps) == TOKENS]
 
 
-@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("depth", [1, 2, 3])
 def test_the_admitted_get_a_token_in_every_step(depth: int) -> None:
     overload = Overload(num_blocks=RUNNING * (LONGEST // BLOCK + 1), depth=depth)
     for _ in range(500):
@@ -104,7 +104,7 @@ def test_the_admitted_get_a_token_in_every_step(depth: int) -> None:
     assert list(overload.token_steps) == overload.arrived[: len(overload.token_steps)], "first come, first served"
 
 
-@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("depth", [1, 2, 3])
 def test_newcomers_put_nobody_out_when_blocks_are_short(depth: int) -> None:
     """With blocks for less than half of them: only the last of those who run is ever put out, so whoever came first
     never is, and between two of its tokens a request waits for nobody who came after it."""

@@ -63,11 +63,33 @@ def test_a_late_host_is_scheduled_earlier_until_the_device_no_longer_waits() -> 
     assert waits[-1] == 0
 
 
+@pytest.mark.parametrize(("depth", "short", "wanted"), [(2, False, 2), (2, True, 3), (1, True, 1)])
+def test_short_steps_get_one_more_in_flight(depth: int, short: bool, wanted: int) -> None:
+    core = cast(Any, object.__new__(EngineCore))
+    core._pacer = Pacer()
+    run_decodes(core._pacer, [1, 1 if short else 2])
+    assert core._pacer.are_steps_short() == short
+    core._depth, core._next_due_ns = depth, None
+    core.scheduler = SimpleNamespace(num_in_flight=0, requests={"r": None})
+    sent: list[SimpleNamespace] = []
+
+    def schedule() -> SimpleNamespace:
+        core.scheduler.num_in_flight += 1
+        return SimpleNamespace(scheduled={"r": 1})
+
+    core.scheduler.schedule = schedule
+    core._note = lambda *_: None
+    core._to_worker = SimpleNamespace(send=sent.append)
+    core._supply()
+    assert len(sent) == wanted
+
+
 def test_a_step_that_becomes_due_before_the_loop_sleeps_is_not_slept_over(monkeypatch: pytest.MonkeyPatch) -> None:
     """1.1 ms too early when it is looked at, 0.9 ms a moment later: less than the poll can wait for."""
     core = cast(Any, object.__new__(EngineCore))
     core.scheduler = SimpleNamespace(num_in_flight=1, requests={"r": None})
-    core._depth, core._pacer, core._next_due_ns = 2, SimpleNamespace(due_ns=lambda: 10_000_000), None
+    core._pacer = SimpleNamespace(due_ns=lambda: 10_000_000, are_steps_short=lambda: False)
+    core._depth, core._next_due_ns = 2, None
     clock = iter([8_900_000, 9_100_000])
     monkeypatch.setattr("server.engine.core.time", SimpleNamespace(monotonic_ns=lambda: next(clock)))
     core._supply()

@@ -10,7 +10,7 @@ from server.sampling_params import SamplingParams
 from tests.unit.engine.simulation import Setup, Simulation
 
 
-@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("depth", [1, 2, 3])
 @pytest.mark.parametrize("policy", ["fcfs", "priority"])
 @pytest.mark.parametrize("prefix_caching", [True, False])
 def test_long_random_traffic(depth: int, policy: str, prefix_caching: bool) -> None:
