@@ -1,7 +1,7 @@
 """`torch.ops.benchserve.linear` and `gated_linear`: projections that pick their kernel by the number of rows they get.
 
 Opaque to Dynamo and Inductor, so a compiled piece keeps the choice until it runs, which is when a CUDA Graph of a given
-size is captured (`server.kernels.gemv.config_for`): those of one and two tokens hold the GEMV, large ones hold cuBLAS.
+size is captured (`server.kernels.gemv.config_for`): those of few tokens hold the GEMV, large ones hold cuBLAS.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from server.kernels.activation import silu_and_mul
-from server.kernels.gemv import GATED_TABLE, config_for, gated_gemv, gemv, supports
+from server.kernels.gemv import config_for, gated_gemv, gemv, supports
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
@@ -23,9 +23,10 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> 
 
 def gated_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     """`silu(gate) * up` of the merged projection `linear(x, weight, bias)`: x (M, K), weight (2N, K) -> (M, N)."""
-    if x.shape[0] in GATED_TABLE and x.is_contiguous() and supports(weight):
-        return gated_gemv(x, weight, bias)
-    return silu_and_mul(linear(x, weight, bias))
+    config = config_for(x.shape[0], *weight.shape, gated=True)
+    if config is None or not x.is_contiguous() or not supports(weight):
+        return silu_and_mul(linear(x, weight, bias))
+    return gated_gemv(x, weight, bias, config=config)
 
 
 def _gated_linear_cpu(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:

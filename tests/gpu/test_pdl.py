@@ -154,7 +154,7 @@ class Chain:
             )
             x = gemv.gemv(output.flatten(1), layer.o, None)
             x, residual = norm.add_rms_norm(x, residual, layer.norm_2, 1e-5, in_place=number % 2 == 0)
-            if self.count in gemv.GATED_TABLE:
+            if gemv.config_for(self.count, *layer.gate_up.shape, gated=True) is not None:
                 x = gemv.gated_gemv(x, layer.gate_up, None)
             else:
                 x = activation.silu_and_mul(gemv.gemv(x, layer.gate_up, None))
@@ -217,7 +217,7 @@ def test_the_option_arrives_at_the_launcher(device: torch.device, monkeypatch: p
         weight = torch.randn(64, 1024, device=device, dtype=torch.bfloat16)
         x = torch.randn(1, 1024, device=device, dtype=torch.bfloat16)
         gemv.gemv(x, weight, None)
-        bound = gemv._bound(torch.bfloat16, 1024, 64, 1, False, gemv.GEMV_TABLE[1])
+        bound = gemv._bound(torch.bfloat16, 1024, 64, 1, False, gemv._best_config(1, 64, 1024))
         run, run_dependent, _, _, constants = bound._bound[device.index]
         assert constants[-1] is True
         assert run_dependent.launch_pdl

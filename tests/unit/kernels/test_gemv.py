@@ -15,37 +15,53 @@ from server.models.decoder import CausalLM, FeedForward, build_model
 SMALL, LARGE = (4096, 1024), (28672, 4096)
 
 
+ROWS_AT_ONCE, BY_COLUMN = gemv.GemvConfig(4, 256, 4, ahead=8), gemv.GemvConfig(2, 1024, 4)
+
+
 @pytest.mark.parametrize(
-    ("rows", "size", "config"),
+    ("rows", "size", "gated", "config"),
     [
-        (0, SMALL, None),
-        (1, LARGE, gemv.GEMV_TABLE[1]),
-        (2, LARGE, gemv.GEMV_TABLE[2]),
-        (3, SMALL, None),
-        (4, SMALL, None),
-        (5, SMALL, gemv.SKINNY),
-        (8, (6144, 4096), gemv.SKINNY),
-        (8, (6145, 4096), None),
-        (8, LARGE, None),
-        (9, SMALL, None),
-        (256, SMALL, None),
+        (0, SMALL, False, None),
+        (1, SMALL, False, ROWS_AT_ONCE),
+        (1, LARGE, False, BY_COLUMN),
+        (2, LARGE, False, BY_COLUMN),
+        (1, (4096, 14336), False, gemv.GemvConfig(1, 1024, 4, ahead=8)),
+        (1, LARGE, True, gemv.GemvConfig(1, 1024, 4)),
+        (3, LARGE, False, None),
+        (4, LARGE, True, None),
+        (4, SMALL, False, ROWS_AT_ONCE),
+        (4, SMALL, True, ROWS_AT_ONCE),
+        (5, SMALL, False, gemv.GemvConfig(32, 128, 4, 5)),
+        (8, (1024, 3072), False, gemv.GemvConfig(8, 256, 1, 5)),
+        (8, SMALL, True, None),
+        (8, LARGE, False, None),
+        (9, SMALL, False, None),
+        (256, SMALL, False, None),
     ],
 )
-def test_the_choice_of_a_kernel(rows: int, size: tuple[int, int], config: gemv.GemvConfig | None) -> None:
-    assert gemv.config_for(rows, *size) == config
+def test_the_choice_of_a_kernel(rows: int, size: tuple[int, int], gated: bool, config: gemv.GemvConfig | None) -> None:
+    assert gemv.config_for(rows, *size, gated=gated) == config
 
 
+@pytest.mark.parametrize("gated", [False, True])
 @pytest.mark.parametrize("size", [SMALL, LARGE])
-def test_the_rows_of_a_warm_up_meet_every_kernel(size: tuple[int, int]) -> None:
+def test_the_rows_of_a_warm_up_meet_every_kernel(size: tuple[int, int], gated: bool) -> None:
     def kernels(numbers: list[int]) -> set[tuple[int, gemv.GemvConfig]]:
-        chosen = {rows: gemv.config_for(rows, *size) for rows in numbers}
-        return {(min(rows, 3), config) for rows, config in chosen.items() if config is not None}
+        chosen = {rows: gemv.config_for(rows, *size, gated=gated) for rows in numbers}
+        return {(gemv._shared(rows), config) for rows, config in chosen.items() if config is not None}
 
     assert kernels(gemv.rows_to_warm_up(*size)) == kernels(list(range(600)))
-    assert len(kernels(gemv.rows_to_warm_up(*size))) == len(gemv.rows_to_warm_up(*size))
 
 
-@pytest.mark.parametrize("config", [*gemv.GEMV_TABLE.values(), *gemv.GATED_TABLE.values()])
+CONFIGS = {
+    gemv._best_config(rows, n, k, gated=gated)
+    for rows in (1, 2, 4)
+    for n, k in (SMALL, LARGE, (4096, 14336))
+    for gated in (False, True)
+}
+
+
+@pytest.mark.parametrize("config", sorted(CONFIGS, key=str))
 @pytest.mark.parametrize("k", [8, 1024, 2048, 3072, 4096, 5120, 14336, 28672])
 def test_what_is_read_ahead_leaves_whole_turns_of_the_loop(k: int, config: gemv.GemvConfig) -> None:
     blocks, ahead = k // config.block_k, gemv._blocks_ahead(k, config)
@@ -60,15 +76,15 @@ def test_too_few_blocks_ahead_are_refused() -> None:
 
 @pytest.fixture
 def launched(monkeypatch: pytest.MonkeyPatch) -> set[tuple[Any, ...]]:
-    """What the kernels that stand in for ours were asked for: name, size of the weight, rows up to three."""
+    """What the kernels that stand in for ours were asked for: name, size of the weight, rows that share a kernel."""
     met: set[tuple[Any, ...]] = set()
 
     def gemv_(x: torch.Tensor, weight: torch.Tensor, bias: Any, *, config: Any) -> torch.Tensor:
-        met.add(("gemv", weight.shape, min(x.shape[0], 3), config))
+        met.add(("gemv", weight.shape, gemv._shared(x.shape[0]), config))
         return x.new_zeros(x.shape[0], weight.shape[0])
 
-    def gated(x: torch.Tensor, weight: torch.Tensor, bias: Any) -> torch.Tensor:
-        met.add(("gated", weight.shape, x.shape[0]))
+    def gated(x: torch.Tensor, weight: torch.Tensor, bias: Any, *, config: Any) -> torch.Tensor:
+        met.add(("gated", weight.shape, gemv._shared(x.shape[0]), config))
         return x.new_zeros(x.shape[0], weight.shape[0] // 2)
 
     def silu(x: torch.Tensor) -> torch.Tensor:
@@ -101,7 +117,7 @@ def make_model() -> CausalLM:
 def test_a_start_compiles_what_steps_can_ask_for(
     elements: int, launched: set[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(gemv, "_SKINNY_ELEMENTS", elements)
+    monkeypatch.setattr(gemv, "_SMALL", elements)
     model = make_model()
     with torch.inference_mode():
         install.warm_up_layers(model, norms=False)
@@ -143,7 +159,6 @@ def test_eager_layers_choose_alike(launched: set[tuple[Any, ...]], monkeypatch: 
     for rows in range(1, 12):
         assert forward(torch.ones(rows, 24).half()).shape == (rows, 6)
     assert {(rows, config) for _, _, rows, config in launched} == {
-        (1, gemv.GEMV_TABLE[1]),
-        (2, gemv.GEMV_TABLE[2]),
-        (3, gemv.SKINNY),
+        *((rows, ROWS_AT_ONCE) for rows in (1, 2, 4)),
+        (gemv.MAX_ROWS, gemv.GemvConfig(8, 256, 1, 5)),
     }

@@ -42,15 +42,20 @@ def decode_case(reads: int, **changed: bool) -> tuple[Any, list[str], tuple[Any,
     return kernel, types, tuple(constants[name] for name in kernel.arg_names if name in constants), reads
 
 
+def gemv_case(kernel: Any, rows: int, n: int, k: int, reads: int) -> tuple[Any, list[str], tuple[Any, ...], int]:
+    config = gemv._best_config(rows, n, k, gated=kernel is gemv._gated_gemv_kernel)
+    return kernel, [*[HALF] * 4, "i32"], gemv._gemv_constants(k, n, rows, False, config), reads
+
+
 # Every kernel that is launched as a dependent: types of pointers and scalars, constants before PDL, and how many reads
 # a thread issues before it waits.
 CASES: dict[str, tuple[Any, list[str], tuple[Any, ...], int]] = {
-    "gemv": (gemv._gemv_kernel, [HALF] * 4, (4096, 64, 1, 1, 1024, 4, 4, False), 4),
-    "gemv, long rows": (gemv._gemv_kernel, [HALF] * 4, (14336, 64, 1, 1, 1024, 2, 4, True), 2),
-    "gemv, ragged": (gemv._gemv_kernel, [HALF] * 4, (1096, 37, 1, 2, 512, 2, 4, True), 2),
-    "gemv, two rows": (gemv._gemv_kernel, [HALF] * 4, (4096, 64, 2, 2, 1024, 4, 4, False), 8),
-    "gated gemv": (gemv._gated_gemv_kernel, [HALF] * 4, (4096, 64, 1, 1024, 4, 4, False), 8),
-    "gated gemv, two rows": (gemv._gated_gemv_kernel, [HALF] * 4, (4096, 64, 2, 512, 4, 4, False), 8),
+    "gemv": gemv_case(gemv._gemv_kernel, 1, 64, 4096, 8),
+    "gemv, long rows": gemv_case(gemv._gemv_kernel, 1, 64, 14336, 6),
+    "gemv, short rows": gemv_case(gemv._gemv_kernel, 4, 64, 1024, 4),
+    "gemv, ragged": gemv_case(gemv._gemv_kernel, 2, 37, 1096, 4),
+    "gated gemv": gemv_case(gemv._gated_gemv_kernel, 1, 64, 4096, 8),
+    "gated gemv, short rows": gemv_case(gemv._gated_gemv_kernel, 4, 64, 1024, 8),
     "add gemv": (norm_gemv._add_gemv_kernel, [HALF] * 5, (2048, 4, 256, 8, True), 8),
     "norm gemv": (norm_gemv._norm_gemv_kernel, [*[HALF] * 5, "fp32"], (1024, 64, 4, 256, False, True), 8),
     "norm gated gemv": (norm_gemv._norm_gemv_kernel, [*[HALF] * 5, "fp32"], (1024, 64, 4, 256, True, False), 12),
@@ -130,7 +135,7 @@ def test_the_cases_are_all_kernels_that_are_launched_so() -> None:
 def test_weights_are_read_before_the_wait_and_x_after_it() -> None:
     before, after = ptx_of("gemv", pdl=True).split(WAIT)
     read = re.compile(r"ld\.global\S*v4")
-    assert (len(read.findall(before)), len(read.findall(after))) == (4, 4)
+    assert (len(read.findall(before)), len(read.findall(after))) == (8, 4)
 
 
 @pytest.mark.parametrize("name", ["gemv", "decode"])

@@ -31,7 +31,7 @@ def test_gemv(dtype: torch.dtype) -> None:
         assert relative_error(instance.run(), expected) < tolerance(dtype, interpreted=True), case
 
 
-@pytest.mark.parametrize("rows", [1, 2])
+@pytest.mark.parametrize("rows", [1, 2, 3, 4])
 @pytest.mark.parametrize("with_bias", [False, True])
 @pytest.mark.parametrize("k", [1024, 1096, 2568])
 def test_gated_gemv_is_projection_and_activation(k: int, with_bias: bool, rows: int) -> None:
@@ -44,7 +44,7 @@ def test_gated_gemv_is_projection_and_activation(k: int, with_bias: bool, rows: 
     assert relative_error((gated_gemv(x, weight, bias),), (wanted,)) < tolerance(torch.float16, interpreted=True)
 
 
-@pytest.mark.parametrize("rows", [1, 2])
+@pytest.mark.parametrize("rows", [1, 2, 3, 4])
 @pytest.mark.parametrize(("n", "k"), [(5, 4096), (3, 7 * 1024), (7, 1032), (2, 8)])
 def test_each_row_of_x_gets_its_own_products(n: int, k: int, rows: int) -> None:
     """All that a row of the weight can be made of: blocks that are read ahead, turns of the loop, a tail."""
