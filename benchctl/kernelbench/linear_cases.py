@@ -17,6 +17,8 @@ MATRICES = {
     "down": (4096, 14336),
     "lm_head": (128256, 4096),
 }
+# Of the Qwen3-0.6B shape, for sweeps.
+SHORT_MATRICES = {"qkv": (4096, 1024), "o": (1024, 2048), "gate_up": (6144, 1024), "down": (1024, 3072)}
 SMALL_MATRICES = {"even": (64, 512), "ragged": (37, 600)}
 
 

@@ -12,7 +12,7 @@ import torch
 
 from benchctl.kernelbench.attention_cases import LLAMA_8B, Layout
 from benchctl.kernelbench.case import Case, Instance, relative_error
-from benchctl.kernelbench.linear_cases import MATRICES
+from benchctl.kernelbench.linear_cases import MATRICES, SHORT_MATRICES
 from benchctl.kernelbench.measure import time_case
 from server.attention.warm_up import synthetic_batch
 
@@ -153,25 +153,25 @@ def _gemv_trials(device: torch.device, dtype: torch.dtype, page: int, head_dim: 
     from server.kernels.activation import silu_and_mul
     from server.kernels.gemv import GemvConfig, gated_gemv, gemv
 
-    single = [
-        (1, 512, 2), (1, 512, 4), (1, 1024, 4), (1, 1024, 8), (1, 2048, 8), (2, 512, 4), (2, 1024, 8), (4, 512, 4),
-        (4, 512, 8),
+    few = [
+        (1, 512, 4), (1, 1024, 4), (1, 1024, 4, 1, 8), (1, 1024, 8), (2, 512, 2), (2, 1024, 4), (2, 1024, 8),
+        (4, 256, 4, 1, 8), (4, 1024, 4), (8, 256, 4, 1, 8),
     ]  # fmt: skip
-    pair = [(1, 1024, 4), (1, 1024, 8), (2, 512, 2), (2, 512, 4), (2, 1024, 4), (2, 1024, 8), (4, 512, 4), (4, 512, 8)]
     several = [
-        (16, 128, 2, 4), (16, 128, 2, 6), (16, 128, 2, 8), (16, 128, 4, 4), (16, 256, 2, 4), (16, 256, 4, 4),
-        (16, 512, 4, 3), (32, 128, 2, 5), (32, 128, 4, 4), (32, 256, 8, 3),
+        (8, 256, 1, 5), (16, 128, 2, 4), (16, 128, 2, 6), (16, 128, 2, 8), (16, 256, 4, 4), (16, 512, 4, 3),
+        (32, 128, 2, 5), (32, 128, 4, 5), (32, 256, 8, 3),
     ]  # fmt: skip
-    gated = [(1, 512, 2), (1, 512, 4), (1, 1024, 4), (1, 1024, 8)]
+    gated = [(1, 512, 2), (1, 512, 4), (1, 1024, 4), (1, 1024, 8), (2, 512, 2), (4, 256, 4, 1, 8)]
+    matrices = {**MATRICES, **{f"short {label}": size for label, size in SHORT_MATRICES.items()}}
+    plain = [label for label in matrices if "gate_up" not in label and "lm_head" not in label]
     candidates: list[tuple[str, int, Sequence[tuple[int, ...]], bool]] = [
-        *((label, 1, single, False) for label in ("qkv", "gate_up", "down")),
-        *((label, 2, pair, False) for label in ("qkv", "o", "down")),
-        *((label, rows, several, False) for label in ("qkv", "o", "gate_up", "down") for rows in (4, 8)),
-        *(("gate_up", rows, gated, True) for rows in (1, 2)),
+        *((label, rows, few, False) for label in plain for rows in (1, 2, 4)),
+        *((label, 8, several, False) for label in plain),
+        *((label, rows, gated, True) for label in ("gate_up", "short gate_up") for rows in (1, 2, 4)),
     ]
     trials = []
     for label, rows, tiles, silu in candidates:
-        n, k = MATRICES[label]
+        n, k = matrices[label]
         for tile in (*tiles, None):
             config = GemvConfig(*tile) if tile else None
 
@@ -200,8 +200,7 @@ def _gemv_trials(device: torch.device, dtype: torch.dtype, page: int, head_dim: 
 
             kernel = "gated gemv" if silu else "gemv"
             case = Case(kernel, f"{label} {rows} x {n} x {k}", dtype, dtype.itemsize * n * k, 0, build)
-            # Three and more rows have one binary.
-            trials.append(Trial(case, _text(config) if config else "cuBLAS", (kernel, label, min(rows, 3), tile)))
+            trials.append(Trial(case, _text(config) if config else "cuBLAS", (kernel, label, rows, tile)))
     return trials
 
 

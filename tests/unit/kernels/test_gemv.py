@@ -162,3 +162,13 @@ def test_eager_layers_choose_alike(launched: set[tuple[Any, ...]], monkeypatch: 
         *((rows, ROWS_AT_ONCE) for rows in (1, 2, 4)),
         (gemv.MAX_ROWS, gemv.GemvConfig(8, 256, 1, 5)),
     }
+
+
+def test_candidates_of_a_sweep_are_for_the_kernel_that_runs_them() -> None:
+    from benchctl.kernelbench.sweep import _gemv_trials
+
+    for trial in _gemv_trials(torch.device("cpu"), torch.bfloat16, 16, 128):
+        if trial.config != "cuBLAS":
+            rows = int(trial.case.shape.rsplit(" x ", 2)[0].rsplit(" ", 1)[1])
+            # The GEMV has no stages, and the other kernel several.
+            assert ("num_stages=1 " in trial.config) == (rows in gemv._GEMV_ROWS), trial.case.shape
