@@ -79,10 +79,12 @@ def gate(
     if (base_rev or base_command) and candidate is None:
         baseline, candidate = None, baseline  # the one path that is given is not the baseline's
     base, new = SideRequest(baseline, base_rev, base_command), SideRequest(candidate, candidate_rev, candidate_command)
+    results = are_results(base, new, calibrate=calibrate)
+    runs_suite = not (results or base_command or candidate_command)
     request = GateRequest(
         baseline=base,
         candidate=new,
-        settings=load_settings(suite, assignments or [], max_pairs),
+        settings=load_settings(suite, assignments or [], max_pairs, runs_suite=runs_suite),
         output=output,
         suite=suite or DEFAULT_SUITE,
         assignments=assignments or [],
@@ -90,7 +92,6 @@ def gate(
         ignore=check_ignored(ignore_field or ()),
         say=lambda text: console.print(text, style="dim", soft_wrap=True, highlight=False),
     )
-    results = are_results(base, new, calibrate=calibrate)
     with Interrupts():
         if calibrate:
             from benchctl.gate.calibrate import calibrate as calibrate_pairs

@@ -61,9 +61,17 @@ class GateRequest:
     say: Callable[[str], None] = field(default=print)
 
 
-def load_settings(suite: str | None, assignments: Sequence[str], max_pairs: int | None) -> GateSettings:
-    """The `[gate]` settings of a suite, with `--max-pairs` on top. Raises UserError as `load_suite` does."""
+def load_settings(
+    suite: str | None, assignments: Sequence[str], max_pairs: int | None, *, runs_suite: bool = True
+) -> GateSettings:
+    """The `[gate]` settings of a suite, with `--max-pairs` on top. Raises UserError as `load_suite` does.
+
+    Where no suite is named and none is run (`runs_suite`: results are given, or commands that write some), the default
+    minimum effects hold: those of the suite `gate` are made for its own cells.
+    """
     settings = load_suite(suite or DEFAULT_SUITE, assignments).gate
+    if not (suite or runs_suite or any(item.startswith("gate.min_effect") for item in assignments)):
+        settings = msgspec.structs.replace(settings, min_effect=None)
     if max_pairs is not None:
         settings = msgspec.structs.replace(settings, max_pairs=max_pairs, min_pairs=min(settings.min_pairs, max_pairs))
         check_settings(settings, "--max-pairs")

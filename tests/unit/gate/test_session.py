@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 from benchctl.cli import build_app
 from benchctl.gate.gate import GateRequest, SideRequest, are_results, gate_results, gate_sources, load_settings
 from benchctl.gate.revisions import interpreter, repository_root, requirements, resolve_revision, worktree
-from benchctl.gate.settings import GateSettings
+from benchctl.gate.settings import DEFAULT_MIN_EFFECT, GateSettings
 from benchctl.gate.sources import CheckoutSource, CommandSource
 from benchctl.gate.suite_file import without_gate, write_portable_suite
 from benchctl.matrix.suite import load_suite
@@ -305,7 +305,12 @@ def test_the_command_writes_everything(tmp_path: Path) -> None:
     assert done.exit_code == 1, done.output
     assert "regression: regression in 7 of 7 gated metrics after 8 pairs" in done.output
     assert done.output.count("::error ") == 7
-    assert json.loads((tmp_path / "out" / "verdict.json").read_bytes())["exit_code"] == 1
+    verdict = json.loads((tmp_path / "out" / "verdict.json").read_bytes())
+    assert verdict["exit_code"] == 1
+    # Given results are judged by the default effects, p99s too; the suite `gate` has a table for its own cells.
+    assert load_settings(None, [], None, runs_suite=False).effects == DEFAULT_MIN_EFFECT
+    assert load_settings(None, [], None).effects.keys() < DEFAULT_MIN_EFFECT.keys()
+    assert load_settings(None, ["gate.min_effect.ttft_p99_s=0.2"], None, runs_suite=False).effects["ttft_p99_s"] == 0.2
     assert "❌" in (tmp_path / "summary.md").read_text()
     for wrong, message in (
         (["gate"], "name a baseline"),
