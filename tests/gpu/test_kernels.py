@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from benchctl.kernelbench.attention_cases import CHECK_LAYOUTS, Layout, check_batches, check_cases
+from benchctl.kernelbench.block_cases import block_cases
 from benchctl.kernelbench.case import Case, relative_error, tolerance
 from benchctl.kernelbench.layer_cases import layer_cases
 from benchctl.kernelbench.linear_cases import linear_cases
@@ -66,6 +67,8 @@ def test_layers(dtype: torch.dtype, device: torch.device) -> None:
 def test_projections(dtype: torch.dtype, device: torch.device) -> None:
     assert_close(linear_cases(device, dtype, [1, 2, 5, 8], small=True))
     assert_close(linear_cases(device, dtype, [1, 2, 8], small=False))
+    for small in (True, False):
+        assert_close(block_cases(device, dtype, small=small))
 
 
 def test_sampling(device: torch.device) -> None:
