@@ -107,7 +107,10 @@ def run(
     ] = "0s",
     workers: Annotated[
         int | None,
-        typer.Option(help="Sending processes; default: half of the cores, at most 8.", rich_help_panel=_CLIENT),
+        typer.Option(
+            help="Sending processes; default: half of the cores, 1 to 8 (at least 2 above 250 requests/s).",
+            rich_help_panel=_CLIENT,
+        ),
     ] = None,
     timeout: Annotated[float, typer.Option(help="Seconds per request.", rich_help_panel=_CLIENT)] = 600.0,
     retries: Annotated[

@@ -118,7 +118,7 @@ def _plan(options: LoadOptions, workload: Workload, schedule: Schedule) -> list[
         raise UserError(f"workload {workload.name}: has no request; nothing would be sent")
     if options.endpoint == "chat":
         as_messages(workload.requests[0])
-    workers = default_workers() if options.workers is None else options.workers
+    workers = default_workers(schedule.offered_rate) if options.workers is None else options.workers
     return split(workload.requests, schedule, workers)
 
 

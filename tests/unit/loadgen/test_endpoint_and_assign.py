@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,7 @@ import pytest
 
 from benchctl.loadgen.assign import split
 from benchctl.loadgen.endpoint import RequestEncoder, parse_endpoint
+from benchctl.loadgen.options import default_workers
 from server.errors import UserError
 from workloads import build_workload
 from workloads.arrivals import build_schedule
@@ -124,6 +126,17 @@ def test_users_are_divided(users: int, workers: int, split_users: list[int]) -> 
 
 def test_there_are_never_more_workers_than_requests() -> None:
     assert len(split(plain_requests(2), build_schedule({"name": "burst"}, 2, 0), 8)) == 2
+
+
+@pytest.mark.parametrize(
+    ("cores", "offered_rate", "workers"),
+    [(1, None, 1), (1, 1000.0, 1), (2, None, 1), (2, 16.0, 1), (2, 1000.0, 2), (16, 16.0, 8), (64, 1000.0, 8)],
+)
+def test_dense_arrivals_are_sent_by_two_workers(
+    monkeypatch: pytest.MonkeyPatch, cores: int, offered_rate: float | None, workers: int
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(cores)))
+    assert default_workers(offered_rate) == workers
 
 
 def test_a_conversation_stays_with_its_worker_in_the_order_of_its_turns() -> None:
