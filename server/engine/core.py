@@ -23,6 +23,7 @@ from server.ipc.engine_to_worker import ScheduleStep
 from server.ipc.sockets import Receiver, Sender
 from server.ipc.worker_to_engine import FromWorker, StepResult, WorkerReady
 from server.profiling import SpanProfile
+from server.timerfd import TimerFd
 
 logger = logging.getLogger(__name__)
 
@@ -55,6 +56,9 @@ class EngineCore:
         self._poller = zmq.Poller()
         self._poller.register(self._from_api.socket, zmq.POLLIN)
         self._poller.register(self._from_worker.socket, zmq.POLLIN)
+        self._alarm = TimerFd()
+        """Wakes the loop when a step is due that could be scheduled before."""
+        self._poller.register(self._alarm, zmq.POLLIN)
         self._depth = 2 if self.config.scheduler.async_scheduling else 1
         self._seconds: defaultdict[str, float] = defaultdict(float)
         self._num_compilations = 0
@@ -62,8 +66,6 @@ class EngineCore:
         self._profile = SpanProfile("engine", self.config.profile)
         self._silence_s = 0.0
         self._pacer = Pacer()
-        self._next_due_ns: int | None = None
-        """When a step that could be scheduled now is due; None: there is none."""
         self._schedule_ns = 0
         self._told_ns = 0
         """When every client last heard the statistics."""
@@ -100,14 +102,16 @@ class EngineCore:
         self.child.ready(num_blocks=ready.num_blocks, block_size=ready.block_size)
 
     def run(self) -> None:
-        """One turn per event: sleeps when there is nothing to do or both steps are with the worker."""
+        """One turn per event: sleeps when there is nothing to do, the worker has its steps, or the next is not due."""
         while True:
             self.child.beat()
             before = time.perf_counter()
-            events = dict(self._poller.poll(self._pause_ms()))
+            events = dict(self._poller.poll(_TURN_MS))
             waited = time.perf_counter() - before
             self._seconds["wait"] += waited
             self._check_worker(waited, heard=self._from_worker.socket in events)
+            if self._alarm.fileno() in events:
+                self._alarm.clear()
             if self._from_api.socket in events:
                 for message in _drain(self._from_api):
                     self._handle_request(message)
@@ -128,23 +132,17 @@ class EngineCore:
         if self._silence_s > STEP_LIMIT_S:
             raise RuntimeError(f"the worker has not finished a step within {STEP_LIMIT_S:g} s")
 
-    def _pause_ms(self) -> int:
-        """How long the loop may sleep; whole milliseconds, rounded down so that no step is late."""
-        if self._next_due_ns is None:
-            return _TURN_MS
-        return min(max(0, (self._next_due_ns - time.monotonic_ns()) // 1_000_000), _TURN_MS)
-
     def _supply(self) -> None:
         """Schedule until the worker has as many steps as it may have, a second one only when it is due; a third where
         steps are short."""
-        self._next_due_ns = None
         depth = self._depth + (self._depth > 1 and self._pacer.are_steps_short())
         while self.scheduler.num_in_flight < depth and self.scheduler.requests:
             before = time.monotonic_ns()
-            due_ns = self._pacer.due_ns() if self.scheduler.num_in_flight else 0
-            if due_ns - before >= 1_000_000:
-                self._next_due_ns = due_ns
-                return
+            if self.scheduler.num_in_flight:
+                due_ns = self._pacer.due_ns(has_prompts=self.scheduler.has_prompts)
+                if due_ns > before:
+                    self._alarm.arm(due_ns)
+                    return
             step = self.scheduler.schedule()
             scheduled = time.monotonic_ns()
             self._note("schedule", before, scheduled)
@@ -154,7 +152,9 @@ class EngineCore:
             sent = time.monotonic_ns()
             self._note("send", scheduled, sent)
             self._schedule_ns = sent - before
-            self._pacer.scheduled(sent, sum(step.scheduled.values()) == len(step.scheduled))
+            counts = step.scheduled.values()
+            num_decodes = list(counts).count(1)
+            self._pacer.scheduled(sent, sum(counts) - num_decodes, num_decodes)
 
     def _handle_request(self, message: ToEngine) -> None:
         if isinstance(message, AddRequest):

@@ -60,6 +60,13 @@ class Scheduler:
         self._dropped: list[str] = []
         """Requests that the worker holds and must forget with the next step."""
         self._in_flight: deque[int] = deque()
+        self._has_parts = False
+        """Whether the last step left a prompt in part."""
+
+    @property
+    def has_prompts(self) -> bool:
+        """Whether there are prompt tokens for the next step."""
+        return self._has_parts or len(self.waiting) > 0
 
     @property
     def num_in_flight(self) -> int:
@@ -94,12 +101,15 @@ class Scheduler:
         if not scheduled:
             return None
         requests = self.requests
+        self._has_parts = False
         for request_id, count in scheduled.items():
             request = requests[request_id]
             computed = request.num_computed = request.num_computed + count
             if computed == request.num_tokens:
                 request.in_flight += 1
                 request.num_tokens += 1
+            else:
+                self._has_parts = True
             if computed >= request.cache_at:
                 self.kv.cache_blocks(request)
         self.num_steps += 1
