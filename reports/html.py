@@ -299,8 +299,10 @@ def _server_rows(view: View) -> list[tuple[str, str]]:
         if blocks and info.block_size is not None:
             blocks += f" of {info.block_size} tokens"
         context = f"context {info.max_model_len:,}" if info.max_model_len is not None else None
+        count = info.api_server_count
+        processes = f"{count} API process{'es' if count > 1 else ''}" if count is not None else None
         version = f"version {info.engine_version}" if info.engine_version else None
-        parts = [info.attention_backend, info.dtype, info.device, blocks, context, version]
+        parts = [info.attention_backend, info.dtype, info.device, blocks, context, processes, version]
         name = f"{cell.config.model} · {view.variant_label(cell.config)}"
         rows.append((name, ", ".join(part for part in parts if part)))
     return [(name, text) for name, text in rows if text]

@@ -184,6 +184,8 @@ class ServerInfo(msgspec.Struct, kw_only=True):
     block_size: int | None = None
     num_blocks: int | None = None
     max_model_len: int | None = None
+    api_server_count: int | None = None
+    """API processes, as many as were chosen where the configuration left that to the server."""
 
 
 class CellResult(msgspec.Struct, kw_only=True):

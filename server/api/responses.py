@@ -147,6 +147,7 @@ class VersionResponse(msgspec.Struct):
     num_blocks: int
     max_model_len: int
     max_num_batched_tokens: int
+    api_server_count: int
 
 
 class HealthResponse(msgspec.Struct):

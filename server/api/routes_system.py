@@ -40,7 +40,8 @@ async def health(http: Request) -> Response:
 
 
 async def version(http: Request) -> Response:
-    engine = state_of(http).engine
+    state = state_of(http)
+    engine = state.engine
     return json_response(
         VersionResponse(
             __version__,
@@ -52,6 +53,7 @@ async def version(http: Request) -> Response:
             engine.num_blocks,
             engine.max_model_len,
             engine.max_num_batched_tokens,
+            state.config.api.api_server_count or 1,
         )
     )
 

@@ -135,6 +135,7 @@ def test_a_whole_matrix_and_its_resumption(matrix: Matrix) -> None:
         assert result.server is not None
         assert (result.server.mode, result.server.attention_backend) == ("eager", "TORCH_SDPA")
         assert (result.server.num_blocks, result.server.max_model_len) == (128, 256)
+        assert result.server.api_server_count == 1
         assert result.server_metrics["benchctl:num_requests_running"]
         assert result.telemetry["server.rss_bytes"]
         assert result.raw_records is not None
