@@ -46,6 +46,8 @@ import triton
 import triton.language as tl
 import triton.runtime.build as triton_build
 
+from server.kernels import builders
+
 INTERPRETED: bool = bool(triton.knobs.runtime.interpret)
 """Kernels run in Triton's interpreter (TRITON_INTERPRET=1): for tests, on CPU tensors, thousands of times slower."""
 
@@ -178,8 +180,11 @@ class Prebound:
             constants = (*constants, dependent)
             if dependent:
                 options = {**options, "launch_pdl": True}
+        aligned = not any(tensor.data_ptr() & _ALIGNMENT_MASK for tensor in tensors)
+        if aligned and (pool := builders.current()) is not None:
+            pool.build(self._job(tensors, scalars, constants, options))
         compiled = self._kernel[grid](*tensors, *scalars, *constants, **options)
-        if INTERPRETED or any(tensor.data_ptr() & _ALIGNMENT_MASK for tensor in tensors):
+        if INTERPRETED or not aligned:
             return
         run, run_dependent = compiled.run, None
         if options is not self._options:
@@ -187,6 +192,24 @@ class Prebound:
             run, run_dependent = copy.copy(run), run
             run.launch_pdl = False
         self._bound[device] = (run, run_dependent, compiled.function, compiled.packed_metadata, constants)
+
+    def _job(
+        self,
+        tensors: tuple[torch.Tensor, ...],
+        scalars: tuple[int | float, ...],
+        constants: tuple[Any, ...],
+        options: dict[str, Any],
+    ) -> builders.Job:
+        target = triton.runtime.driver.active.get_current_target()
+        return builders.Job(
+            module=self._kernel.fn.__module__,
+            kernel=self._kernel.fn.__name__,
+            tensors=[str(tensor.dtype).removeprefix("torch.") for tensor in tensors],
+            scalars=list(scalars),
+            constants=list(constants),
+            options=options,
+            target=(target.backend, target.arch, target.warp_size),
+        )
 
 
 def cached(function: F) -> F:

@@ -6,7 +6,9 @@ import gc
 import os
 
 from server.child import Child, run_child
+from server.kernels.builders import start_if_cold
 from server.worker.cuda_context import open_cuda
+from server.worker.kernel_cache import choose_kernel_cache
 
 
 def main(child: Child) -> int:
@@ -20,7 +22,7 @@ def main(child: Child) -> int:
     # The supervisor's end of the control pipe closing ends this process; the worker itself is stopped by the engine.
     child.watch_control(lambda message: None)
     if child.config.device != "cpu":
-        open_cuda(child.timeline)
+        open_cuda(child.timeline, lambda: start_if_cold(choose_kernel_cache(child.config)))
     with child.timeline.span("imports"):
         from server.worker.worker import Worker
     return Worker(child).serve()

@@ -9,13 +9,24 @@ import importlib
 import logging
 import os
 import stat
+import tempfile
 from pathlib import Path
+
+from server.config import ServerConfig
+from server.paths import cache_root
 
 logger = logging.getLogger(__name__)
 
 _TRITON = "TRITON_CACHE_DIR"
 _FLASH = "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR"
 _FLASH_SWITCH = "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED"
+
+
+def choose_kernel_cache(config: ServerConfig) -> Path:
+    """`use_kernel_cache` below the cache directory of `config`; returns Triton's directory."""
+    root = cache_root(config.compilation.cache_dir) / "kernels"
+    use_kernel_cache(root, Path(config.runtime_dir or tempfile.gettempdir()))
+    return Path(os.environ[_TRITON])
 
 
 def use_kernel_cache(root: Path, fallback: Path) -> None:

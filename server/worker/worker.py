@@ -5,12 +5,10 @@ from __future__ import annotations
 import gc
 import logging
 import os
-import tempfile
 import traceback
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
-from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 import torch
@@ -24,13 +22,13 @@ from server.compilation.counters import CompileCounters
 from server.errors import UserError, exhausted
 from server.ipc import engine_to_worker, worker_to_engine
 from server.ipc.worker_to_engine import WorkerReady
+from server.kernels import builders
 from server.models.decoder import CausalLM, build_model
 from server.models.loading import fill_dummy_weights, load_weights
 from server.models.registry import ResolvedModel, resolve_model
-from server.paths import cache_root
 from server.worker import kv_cache
 from server.worker.device import GIB, init_device, memory_for, resolve_device, resolve_dtype, token_budget
-from server.worker.kernel_cache import hash_triton, use_kernel_cache
+from server.worker.kernel_cache import choose_kernel_cache, hash_triton
 from server.worker.model_runner import ModelRunner
 from server.worker.results import ResultSender
 from server.worker.sampler import greedy
@@ -73,10 +71,7 @@ class Worker:
             with memory_for("a CUDA context", "free memory that other processes hold on the GPU", self.device):
                 init_device(self.device)
             if self.device.type == "cuda":
-                use_kernel_cache(
-                    cache_root(config.compilation.cache_dir) / "kernels",
-                    Path(config.runtime_dir or tempfile.gettempdir()),
-                )
+                choose_kernel_cache(config)
             self.dtype = resolve_dtype(config.model.dtype, resolved.config, self.device)
         budget = token_budget(config.scheduler, self.device)
         with self.timeline.span("attention-backend") as attributes:
@@ -162,6 +157,7 @@ class Worker:
                 compiler.build()
             with self.timeline.span("wait-for-kernels"):
                 warming.result()
+                builders.stop()
             with self.timeline.span("wait-for-weights"):
                 loading.result()
         self.child.flush_spans()
