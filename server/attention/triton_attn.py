@@ -150,7 +150,7 @@ class TritonAttentionBackend(AttentionBackend):
             self.write_kv(batch.key, batch.value, batch.kv_cache, batch.metadata.slot_mapping)
             self.forward(batch.query, batch.kv_cache, batch.metadata, 1.0, batch.output)
 
-        # Triton compiles outside of the interpreter's lock for the most part.
+        # Compiling holds the lock of the interpreter; the threads are for what waits, for builders and for the disk.
         with ThreadPoolExecutor(WARM_UP_THREADS, thread_name_prefix="attention") as pool:
             list(pool.map(run, warm_up_batches(self.spec, sizes, query_lens)))
         if self.spec.device.type == "cuda":

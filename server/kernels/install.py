@@ -249,6 +249,6 @@ def warm_up_layers(model: nn.Module, *, norms: bool) -> None:
         weight, eps = decoder_layer.input_layernorm.weight, decoder_layer.input_layernorm.eps
         hidden, residual = torch.zeros_like(weight)[None], torch.zeros_like(weight)[None]
         calls += [partial(rms_norm, hidden, weight, eps), partial(add_rms_norm, hidden, residual, weight, eps)]
-    # Triton compiles outside of the interpreter's lock for the most part.
+    # Compiling holds the lock of the interpreter; the threads are for what waits, for builders and for the disk.
     with ThreadPoolExecutor(WARM_UP_THREADS, thread_name_prefix="kernels") as pool:
         list(pool.map(lambda call: call(), calls))

@@ -24,7 +24,7 @@ def warm_up_sampling(vocab_size: int, dtype: torch.dtype, device: torch.device) 
         else:
             sample(form.clone(), *random_rows(len(form), vocab_size, device, limited=limited)).tolist()
 
-    # Triton compiles outside of the interpreter's lock for the most part.
+    # Compiling holds the lock of the interpreter; the threads are for what waits, for builders and for the disk.
     with ThreadPoolExecutor(_THREADS, thread_name_prefix="sampling") as pool:
         done = [pool.submit(run, form, way) for form in (logits, logits.float()) for way in (None, False, True)]
         for future in done:

@@ -126,8 +126,7 @@ class Worker:
         self, resolved: ResolvedModel, budget: int, backend: AttentionBackend
     ) -> tuple[CausalLM, ModelCompiler | None]:
         """The model with its weights, and in compiled mode the compiler that has its compiled form. Threads read the
-        weights and compile our own kernels (mostly outside of the interpreter's lock) while the main one compiles or
-        loads the graph."""
+        weights and have our own kernels compiled while the main one compiles or loads the graph."""
         options = self.config.compilation
         with self.timeline.span("model"):
             with self._memory_for_weights():

@@ -78,7 +78,9 @@ def test_a_failed_or_killed_builder_leaves_the_work_to_the_worker(
     assert all(process.returncode is not None for process in pool._processes)
 
 
-@pytest.mark.parametrize(("cores", "filled", "count"), [(4, False, 0), (8, False, 4), (64, False, 6), (64, True, 0)])
+@pytest.mark.parametrize(
+    ("cores", "filled", "count"), [(2, False, 0), (4, False, 2), (8, False, 4), (64, False, 6), (64, True, 0)]
+)
 def test_builders_are_for_cold_caches_and_many_cores(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cores: int, filled: bool, count: int
 ) -> None:
