@@ -16,6 +16,10 @@ from server.sampling_params import SamplingParams
 from server.worker.sampler import PenaltyRows, RandomRows, SamplingMetadata, SparseLogits
 
 _SEED_RANGE = 2**63
+# Requests may ask for any positive number. These are as good as infinity and 0 to a sampler of float32, and a logit
+# divided or multiplied by both stays finite, so that -inf still masks (-inf / inf is no number). A GPU's fast division
+# needs divisors below 2**126.
+_LARGEST, _SMALLEST = 1e30, 1e-30
 
 
 class SamplingState:
@@ -41,7 +45,7 @@ class SamplingState:
     def add(self, row: int, request: NewRequest) -> None:
         params = request.sampling
         self._params[row] = params
-        self._temperature[row] = params.temperature
+        self._temperature[row] = min(params.temperature, _LARGEST)
         self._top_k[row] = params.top_k if 0 < params.top_k < self._vocab else self._vocab
         self._top_p[row] = params.top_p if params.top_p < 1.0 else 2.0
         self._min_p[row] = params.min_p
@@ -109,7 +113,11 @@ class SamplingState:
             return None
         params = [p for i in chosen if (p := self._params[rows[i]]) is not None]
         columns = np.array(
-            [(p.presence_penalty, p.frequency_penalty, p.repetition_penalty) for p in params], np.float32
+            [
+                (p.presence_penalty, p.frequency_penalty, min(max(p.repetition_penalty, _SMALLEST), _LARGEST))
+                for p in params
+            ],
+            np.float32,
         )
         presence, frequency, repetition = (self._to_device(columns[:, i : i + 1]) for i in range(3))
         return PenaltyRows(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import numpy as np
 import pytest
 import torch
@@ -170,6 +172,38 @@ def test_bias_and_min_tokens() -> None:
     logits = torch.tensor([[9.0, 8.0, 7.0, 1.0, 0.0], [0.0, 9.0, 8.0, 1.0, 0.5]])
     assert draw(logits, state, [0, 1], 1, generated=1) == [3, 3]
     assert draw(logits, state, [0, 1], 2, generated=2) == [3, 1]
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("top_p", [1.0, 0.5])
+@pytest.mark.parametrize("temperature", [1e30, 1e38, 1e308, sys.float_info.max])
+def test_any_temperature_is_taken_and_masks_nothing_less(temperature: float, top_p: float) -> None:
+    """Beyond float32 as well: all tokens are as good as equally likely, but masked ones are never drawn."""
+    params = SamplingParams(
+        max_tokens=99, temperature=temperature, top_p=top_p, seed=3, min_tokens=99, eos_token_ids=(1,)
+    )
+    state = state_for([params], 5)
+    drawn = {draw(torch.tensor([[0.0, 9.0, 1.0, 2.0, -3.0]]), state, [0], i, i)[0] for i in range(90)}
+    assert 1 not in drawn
+    assert len(drawn) >= (4 if top_p == 1.0 else 2)
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("temperature", [0.0, 0.01, 1.0])
+@pytest.mark.parametrize("top_p", [1.0, 0.5])
+@pytest.mark.parametrize(("penalty", "best"), [(1e300, 3), (sys.float_info.max, 3), (1e-300, 1), (5e-324, 1)])
+def test_any_repetition_penalty_is_taken(penalty: float, best: int, top_p: float, temperature: float) -> None:
+    """A logit of 0 stays one, and a token that was not seen wins over those that were, or the other way about."""
+    params = SamplingParams(max_tokens=9, temperature=temperature, top_p=top_p, repetition_penalty=penalty, seed=1)
+    state = state_for([params], 5, prompts=[[0, 1, 4]])
+    assert draw(torch.tensor([[0.0, 9.0, -50.0, 50.0, -3.0]]), state, [0], 0) == [best]
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("options", [{"min_p": 5e-324}, {"top_p": 5e-324}, {"min_p": 1.0}], ids=str)
+def test_the_smallest_shares_are_taken(options: dict[str, float]) -> None:
+    state = state_for([SamplingParams(max_tokens=9, seed=1, **options)], 3)  # type: ignore[arg-type]
+    assert draw(torch.tensor([[0.0, 99.0, 1.0]]), state, [0], 0) == [1]
 
 
 def test_dropped_row_leaves_nothing_behind() -> None:
