@@ -4,16 +4,35 @@ from __future__ import annotations
 
 import json
 import math
+import reprlib
 from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
 
 from server.errors import UserError
+from server.models.files import is_there, read_bounded
 
 CheckpointDtype = Literal["float32", "bfloat16", "float16"]
 
 _MISSING = object()
+
+# Beyond what any published model of these families has (405B parameters, 126 layers, a width of 53248, a vocabulary of
+# 262144 tokens, a context of 10M), and within what can be built and indexed. A `config.json` that asks for more is
+# broken or malicious: it is refused before anything of such a size is made.
+_MAX_LAYERS = 4096
+_MAX_WIDTH = 1 << 20
+_MAX_VOCAB = 1 << 21
+_MAX_CONTEXT = 1 << 24
+_MAX_PARAMETERS = 4 * 10**12
+_MAX_END_TOKENS = 256
+_MAX_EXACT = 1 << 53
+"""JSON numbers beyond are not whole numbers to everybody who reads them."""
+
+_CURE = "use the `config.json` that came with the weights"
+
+_shown = reprlib.Repr()
+_shown.maxstring = _shown.maxother = 60
 
 
 class RopeConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -93,14 +112,17 @@ class _Fields:
             if default is _MISSING:
                 raise self.error(f"`{key}` is missing")
             return float(default)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value <= 0:
-            raise self.error(f"`{key}` must be a positive number, not {value!r}")
+        if isinstance(value, bool) or not isinstance(value, int | float) or not _is_finite(value) or value <= 0:
+            raise self.error(f"`{key}` must be a positive number, not {_shown.repr(value)}")
         return float(value)
 
-    def size(self, key: str, default: int | None = None) -> int:
+    def size(self, key: str, default: int | None = None, *, most: int = _MAX_EXACT) -> int:
+        """A count of 1 to `most`; Python's writers of JSON may have made a float of it (`64.0`)."""
         value = self.number(key, _MISSING if default is None else default)
         if value != int(value):
             raise self.error(f"`{key}` must be a whole number, not {value!r}")
+        if value > most:
+            raise self.error(f"`{key}` {value:.15g} is more than any model has (at most {most}); {_CURE}")
         return int(value)
 
     def flag(self, key: str, default: bool) -> bool:
@@ -108,7 +130,7 @@ class _Fields:
         if value is None:
             return default
         if not isinstance(value, bool):
-            raise self.error(f"`{key}` must be true or false, not {value!r}")
+            raise self.error(f"`{key}` must be true or false, not {_shown.repr(value)}")
         return value
 
     def token_ids(self, key: str) -> tuple[int, ...]:
@@ -117,19 +139,25 @@ class _Fields:
         if value is None:
             return ()
         values = value if isinstance(value, list) else [value]
-        if any(isinstance(v, bool) or not isinstance(v, int) or v < 0 for v in values):
-            raise self.error(f"`{key}` must be a token id or a list of them, not {value!r}")
+        if any(isinstance(v, bool) or not isinstance(v, int) or not 0 <= v <= _MAX_EXACT for v in values):
+            raise self.error(f"`{key}` must be a token id or a list of them, not {_shown.repr(value)}")
+        if len(values) > _MAX_END_TOKENS:
+            raise self.error(f"`{key}` lists {len(values)} tokens (at most {_MAX_END_TOKENS}); {_CURE}")
         return tuple(values)
 
 
-def read_json_object(path: Path) -> dict[str, Any]:
-    """The JSON object in `path`. UserError if the file is missing, unreadable, or holds something else."""
+def _is_finite(value: float) -> bool:
     try:
-        raw = json.loads(path.read_bytes())
-    except FileNotFoundError:
-        raise UserError(f"{path}: no such file") from None
-    except OSError as error:
-        raise UserError(f"{path}: cannot be read ({error.strerror})") from None
+        return math.isfinite(value)
+    except OverflowError:  # an integer of hundreds of digits
+        return False
+
+
+def read_json_object(path: Path) -> dict[str, Any]:
+    """The JSON object in `path`. UserError if the file cannot be read (see `read_bounded`) or holds something else."""
+    data = read_bounded(path)
+    try:
+        raw = json.loads(data)
     except (ValueError, RecursionError) as error:
         raise UserError(f"{path}: not valid JSON ({error})") from None
     if not isinstance(raw, dict):
@@ -141,7 +169,7 @@ def load_config(folder: Path) -> ModelConfig:
     """Parse `config.json` of a checkpoint folder, and the end tokens of `generation_config.json` if it is there."""
     path = folder / "config.json"
     generation_path = folder / "generation_config.json"
-    generation = read_json_object(generation_path) if generation_path.exists() else None
+    generation = read_json_object(generation_path) if is_there(generation_path) else None
     return parse_config(read_json_object(path), str(path), generation)
 
 
@@ -155,17 +183,21 @@ def parse_config(raw: dict[str, Any], where: str, generation: dict[str, Any] | N
     architecture = _architecture(fields)
     act = raw.get("hidden_act", "silu")
     if act not in ("silu", "swish"):
-        raise fields.error(f"activation {act!r} is not supported (only silu)")
-    hidden, heads = fields.size("hidden_size"), fields.size("num_attention_heads")
-    kv_heads = fields.size("num_key_value_heads", heads)
+        raise fields.error(f"activation {_shown.repr(act)} is not supported (only silu)")
+    hidden, heads = fields.size("hidden_size", most=_MAX_WIDTH), fields.size("num_attention_heads", most=_MAX_WIDTH)
+    kv_heads = fields.size("num_key_value_heads", heads, most=_MAX_WIDTH)
     if heads % kv_heads:
         raise fields.error(f"{heads} attention heads cannot share {kv_heads} key/value heads evenly")
     if raw.get("head_dim") is None and hidden % heads:
         raise fields.error(f"hidden_size {hidden} is not a multiple of num_attention_heads {heads}")
-    head_dim = fields.size("head_dim", hidden // heads)
+    head_dim = fields.size("head_dim", hidden // heads, most=_MAX_WIDTH)
     if head_dim % 2:
         raise fields.error(f"head_dim {head_dim} is odd; the rotary embedding needs an even one")
-    max_positions = fields.size("max_position_embeddings", 2048)
+    if heads * head_dim > _MAX_WIDTH:
+        raise fields.error(
+            f"{heads} attention heads of {head_dim} are wider than in any model (together {_MAX_WIDTH}); {_CURE}"
+        )
+    max_positions = fields.size("max_position_embeddings", 2048, most=_MAX_CONTEXT)
     fixed = ARCHITECTURES[architecture]
     # Llama and Qwen3 put `attention_bias` on all four projections; Qwen2 always has it on q, k and v alone.
     bias = architecture in ("LlamaForCausalLM", "Qwen3ForCausalLM") and fields.flag("attention_bias", False)
@@ -174,16 +206,16 @@ def parse_config(raw: dict[str, Any], where: str, generation: dict[str, Any] | N
         eos = (
             _Fields(generation, where.replace("config.json", "generation_config.json")).token_ids("eos_token_id") + eos
         )
-    vocab = fields.size("vocab_size")
-    return ModelConfig(
+    vocab = fields.size("vocab_size", most=_MAX_VOCAB)
+    config = ModelConfig(
         architecture=architecture,
         vocab_size=vocab,
         hidden_size=hidden,
-        num_layers=fields.size("num_hidden_layers"),
+        num_layers=fields.size("num_hidden_layers", most=_MAX_LAYERS),
         num_heads=heads,
         num_kv_heads=kv_heads,
         head_dim=head_dim,
-        intermediate_size=fields.size("intermediate_size"),
+        intermediate_size=fields.size("intermediate_size", most=_MAX_WIDTH),
         max_position_embeddings=max_positions,
         rms_norm_eps=fields.number("rms_norm_eps", 1e-6),
         tie_word_embeddings=fields.flag("tie_word_embeddings", False),
@@ -197,6 +229,12 @@ def parse_config(raw: dict[str, Any], where: str, generation: dict[str, Any] | N
         eos_token_ids=tuple(dict.fromkeys(t for t in eos if t < vocab)),
         dtype=_dtype(fields),
     )
+    if config.num_parameters > _MAX_PARAMETERS:
+        raise fields.error(
+            f"describes a model of {config.num_parameters:.2g} parameters, which fits no machine "
+            f"(at most {_MAX_PARAMETERS:.0e}); {_CURE}"
+        )
+    return config
 
 
 def _architecture(fields: _Fields) -> str:
@@ -204,7 +242,8 @@ def _architecture(fields: _Fields) -> str:
     if not isinstance(names, list) or not names or not all(isinstance(n, str) for n in names):
         raise fields.error("`architectures` must be a list with the model's class name")
     if names[0] not in ARCHITECTURES:
-        raise fields.error(f"architecture {names[0]} is not supported (supported: {', '.join(ARCHITECTURES)})")
+        name = _shown.repr(names[0])[1:-1]
+        raise fields.error(f"architecture {name} is not supported (supported: {', '.join(ARCHITECTURES)})")
     if "quantization_config" in fields.raw:
         raise fields.error("quantised checkpoints are not supported; use the unquantised one")
     return str(names[0])
@@ -217,7 +256,7 @@ def _dtype(fields: _Fields) -> CheckpointDtype:
     for name in ("float32", "bfloat16", "float16"):
         if value in (name, f"torch.{name}"):
             return name
-    raise fields.error(f"dtype {value!r} is not supported (float32, bfloat16, float16)")
+    raise fields.error(f"dtype {_shown.repr(value)} is not supported (float32, bfloat16, float16)")
 
 
 def _rope(fields: _Fields, max_positions: int) -> RopeConfig:
@@ -247,9 +286,11 @@ def _rope(fields: _Fields, max_positions: int) -> RopeConfig:
             factor=inner.number("factor"),
             low_freq_factor=low,
             high_freq_factor=high,
-            original_max_position_embeddings=inner.size("original_max_position_embeddings", max_positions),
+            original_max_position_embeddings=inner.size(
+                "original_max_position_embeddings", max_positions, most=_MAX_CONTEXT
+            ),
         )
-    raise inner.error(f"rope type {kind!r} is not supported (default, linear, llama3)")
+    raise inner.error(f"rope type {_shown.repr(kind)} is not supported (default, linear, llama3)")
 
 
 def _sliding_window(fields: _Fields, architecture: str) -> int | None:
@@ -259,7 +300,7 @@ def _sliding_window(fields: _Fields, architecture: str) -> int | None:
     if architecture != "MistralForCausalLM":
         if not fields.flag("use_sliding_window", False):
             return None
-        layers = fields.size("num_hidden_layers")
+        layers = fields.size("num_hidden_layers", most=_MAX_LAYERS)
         first = fields.raw.get("max_window_layers", layers)
         if isinstance(first, int) and first >= layers:
             return None

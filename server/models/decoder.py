@@ -8,6 +8,7 @@ Module names follow Hugging Face's, but q/k/v and gate/up are merged into one ma
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 
 import torch
@@ -131,8 +132,13 @@ class CausalLM(nn.Module):
 def build_model(config: ModelConfig, *, device: torch.device, dtype: torch.dtype, max_positions: int) -> CausalLM:
     """The model on `device` with uninitialised weights (see `server.models.loading`).
 
-    `max_positions` is the longest context that will run; it sizes the rotary table.
+    `max_positions` is the longest context that will run; it sizes the rotary table. Raises MemoryError for weights
+    that a CPU's machine could never hold: it would promise the memory, and kill somebody when the weights fill it.
     """
+    if device.type == "cpu":
+        needed, total = config.num_parameters * dtype.itemsize, os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        if needed > total:
+            raise MemoryError(f"they take {needed / 2**30:,.1f} GiB, and this machine has {total / 2**30:,.1f}")
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:

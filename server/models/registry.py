@@ -14,6 +14,7 @@ from typing import Literal
 from server.config import ModelOptions
 from server.errors import UserError
 from server.models.config import ModelConfig, RopeConfig, load_config, read_json_object
+from server.models.files import is_there
 from server.paths import benchctl_cache_dir
 
 __all__ = ["PRESETS", "PULLABLE", "ModelConfig", "ResolvedModel", "checkpoint_files", "resolve_model"]
@@ -142,7 +143,7 @@ def resolve_model(options: ModelOptions) -> ResolvedModel:
     load_format: Literal["safetensors", "dummy"] = "dummy" if options.load_format == "dummy" else "safetensors"
     if load_format == "safetensors":
         checkpoint_files(path)
-    has_tokenizer = (path / "tokenizer.json").is_file()
+    has_tokenizer = is_there(path / "tokenizer.json")
     max_model_len = _max_model_len(name, config, options.max_model_len)
     return ResolvedModel(name, path, config, has_tokenizer, load_format, max_model_len)
 
@@ -150,15 +151,15 @@ def resolve_model(options: ModelOptions) -> ResolvedModel:
 def checkpoint_files(path: Path) -> list[Path]:
     """The safetensors files of a checkpoint folder, shards in order of name. UserError if one is missing."""
     single, index = path / "model.safetensors", path / "model.safetensors.index.json"
-    if single.is_file():
+    if is_there(single):
         return [single]
-    if index.is_file():
+    if is_there(index):
         weight_map = read_json_object(index).get("weight_map")
         if not isinstance(weight_map, dict) or not all(isinstance(v, str) for v in weight_map.values()):
             raise UserError(f"{index}: `weight_map` must map tensor names to file names")
         shards = [path / Path(shard).name for shard in sorted(set(weight_map.values()))]
         for shard in shards:
-            if not shard.is_file():
+            if not is_there(shard):
                 raise UserError(f"{shard}: no such file, though {index.name} lists it; download the checkpoint again")
         if shards:
             return shards

@@ -38,7 +38,7 @@ SCALARS = (
     | st.integers(-3, 300)
     | st.floats()
     | st.text(max_size=12)
-    | st.sampled_from(["", "a\nb", "\x1b[2J", "../../x", "\0", "NaN", "1e999"])
+    | st.sampled_from(["", "a\nb", "\x1b[2J", "../../x", "\0", "NaN", "1e999", 10**400, 1e300])
 )
 JSON = st.recursive(
     SCALARS,

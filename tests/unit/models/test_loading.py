@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -135,3 +136,10 @@ def test_dummy_weights_are_seeded_and_complete() -> None:
         assert torch.equal(a, b)
         assert bool(a.isfinite().all())
     assert not torch.equal(first.lm_head.weight, other.lm_head.weight)
+
+
+def test_weights_beyond_the_memory_of_the_machine_are_not_begun() -> None:
+    """Linux promises each of the tensors, and kills a process when the weights fill them."""
+    large = msgspec.structs.replace(CONFIG, num_layers=4096, hidden_size=8192, intermediate_size=65536, head_dim=4096)
+    with pytest.raises(MemoryError, match=r"they take [\d,]+\.\d GiB, and this machine has [\d,]+\.\d$"):
+        build(large)
