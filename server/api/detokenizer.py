@@ -13,6 +13,11 @@ from tokenizers.decoders import DecodeStream
 _CONTEXT_TOKENS = 6
 
 
+def is_tokenizer_error(error: BaseException) -> bool:
+    """Whether the binding raises this: a bare Exception, or where its Rust code panics what is not even one."""
+    return isinstance(error, Exception) or type(error).__name__ == "PanicException"
+
+
 class Detokenizer(Protocol):
     """Turns tokens into text as they come. The texts of all calls, joined, are the decoded whole."""
 
@@ -103,20 +108,42 @@ class StreamDetokenizer:
         self._stream = DecodeStream(ids=context, skip_special_tokens=self._skip_special_tokens)
 
     def _decode(self) -> str:
-        return self._tokenizer.decode(self._ids, skip_special_tokens=self._skip_special_tokens) if self._ids else ""
+        """Text of the window; none where the decoder fails on it."""
+        if not self._ids:
+            return ""
+        try:
+            return self._tokenizer.decode(self._ids, skip_special_tokens=self._skip_special_tokens)
+        except BaseException as error:
+            if not is_tokenizer_error(error):
+                raise
+            return ""
+
+    def _step(self, token: int) -> str | None:
+        """Text that `token` adds, None when it has none yet. Raises ValueError where the decoder fails."""
+        try:
+            return self._stream.step(self._tokenizer, token)
+        except BaseException as error:
+            if not is_tokenizer_error(error):
+                raise
+            raise ValueError(str(error)) from error
 
     def push(self, token_ids: list[int]) -> str:
         pieces: list[str] = []
         for token in token_ids:
             self._ids.append(token)
             try:
-                piece = self._stream.step(self._tokenizer, token)
-            except Exception:  # the binding raises bare Exception when a byte token turns emitted text invalid
+                piece = self._step(token)
+            except ValueError:  # a byte token turns emitted text invalid
                 self._ids.pop()
                 pieces.append(self.finish())
                 self._restart([])
                 self._ids.append(token)
-                piece = self._stream.step(self._tokenizer, token)
+                try:
+                    piece = self._step(token)
+                except ValueError:  # the decoder that came with the model cannot take this token at all
+                    self._restart([])
+                    pieces.append("\N{REPLACEMENT CHARACTER}")
+                    continue
             if piece:
                 self._emitted += len(piece)
                 pieces.append(piece)

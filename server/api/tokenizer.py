@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -17,10 +18,15 @@ from server.api.detokenizer import (
     StreamDetokenizer,
     TokenBytes,
     byte_level_bytes,
+    is_tokenizer_error,
 )
+from server.api.errors import ApiError, invalid
 from server.config import ModelOptions
-from server.errors import UserError
+from server.errors import UserError, printable
+from server.models.files import MAX_TOKENIZER_BYTES, read_bounded
 from server.models.registry import ResolvedModel, resolve_model
+
+logger = logging.getLogger(__name__)
 
 # Up to this many characters are tokenized in the event loop: about 0.2 ms, less than handing them to a thread costs.
 _INLINE_CHARACTERS = 512
@@ -38,7 +44,10 @@ class Tokenizer:
         self._byte_level = _decoder_type(tokenizer) == "ByteLevel"
         self._bytes_of = TokenBytes(tokenizer, frozenset())
         self._bytes_of_skipped = TokenBytes(tokenizer, self._special)
-        self._longest_token = max((len(token) for token in tokenizer.get_vocab(with_added_tokens=True)), default=1)
+        vocabulary = tokenizer.get_vocab(with_added_tokens=True)
+        self._longest_token = max(map(len, vocabulary), default=0) or 1
+        self.num_beyond = sum(token_id >= vocab_size for token_id in vocabulary.values())
+        """Tokens whose ids the model has no embedding for."""
         self._executor = ThreadPoolExecutor(_THREADS, thread_name_prefix="tokenize")
         self._aside = ThreadPoolExecutor(1, thread_name_prefix="tokenize-aside")
 
@@ -50,10 +59,31 @@ class Tokenizer:
         return len(text) // (4 * self._longest_token)
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        return self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+        """Token ids of `text`, all of which the model has.
+
+        Raises ApiError 400 for a text that the tokenizer cannot encode, or that has tokens which the model lacks: ones
+        that were added to the tokenizer alone, or whatever a broken `tokenizer.json` says.
+        """
+        try:
+            token_ids = self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+        except BaseException as error:
+            if not is_tokenizer_error(error):
+                raise
+            raise invalid(f"The model's tokenizer cannot encode the text: {printable(str(error))}") from error
+        if token_ids and max(token_ids) >= self.vocab_size:
+            raise self._beyond(token_ids)
+        return token_ids
+
+    def _beyond(self, token_ids: list[int]) -> ApiError:
+        first = next(token_id for token_id in token_ids if token_id >= self.vocab_size)
+        return invalid(
+            f"The text holds the token {self.token_string(first) or ''!r} (id {first}), which the tokenizer knows but "
+            f"the model does not: its token ids end at {self.vocab_size - 1}."
+        )
 
     async def encode_all(self, texts: list[str], *, add_special_tokens: bool, aside: bool = False) -> list[list[int]]:
-        """Token ids of each text. Long ones are tokenized in a thread: the event loop stays with other requests.
+        """Token ids of each text, as `encode` makes them. Long ones are tokenized in a thread: the event loop stays
+        with other requests.
 
         `aside`: in one of its own, for texts that no context bounds: megabytes take seconds.
         """
@@ -75,7 +105,13 @@ class Tokenizer:
         )
 
     def decode(self, token_ids: list[int], *, skip_special_tokens: bool) -> str:
-        return self._tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
+        """Raises ApiError 400 for tokens that the tokenizer cannot decode."""
+        try:
+            return self._tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
+        except BaseException as error:
+            if not is_tokenizer_error(error):
+                raise
+            raise invalid(f"The model's tokenizer cannot decode the tokens: {printable(str(error))}") from error
 
     def detokenizer(self, prompt_token_ids: list[int], *, skip_special_tokens: bool) -> Detokenizer:
         """A fresh incremental detokenizer for what follows `prompt_token_ids`."""
@@ -124,14 +160,25 @@ def load_tokenizer(model: ResolvedModel | ModelOptions | Path | str) -> Tokenize
     if resolved.path is None or not resolved.has_tokenizer:
         return Tokenizer(byte_tokenizer(vocab_size, resolved.config.eos_token_ids), vocab_size)
     path = resolved.path / "tokenizer.json"
+    data = read_bounded(path, MAX_TOKENIZER_BYTES)
     try:
-        tokenizer = HfTokenizer.from_file(str(path))
-    except Exception as error:  # the binding raises bare Exception
+        tokenizer = HfTokenizer.from_buffer(data)
+    except BaseException as error:
+        if not is_tokenizer_error(error):
+            raise
         raise UserError(f"{path}: not a tokenizer that can be read ({error}); download the model again") from error
     # A file may ask for truncation or padding of training batches; a prompt is neither cut nor filled.
     tokenizer.no_truncation()
     tokenizer.no_padding()
-    return Tokenizer(tokenizer, vocab_size)
+    loaded = Tokenizer(tokenizer, vocab_size)
+    if loaded.num_beyond:
+        logger.warning(
+            "%s: %d of its tokens have ids beyond the model's vocabulary of %d; requests with them in a text get a 400",
+            path,
+            loaded.num_beyond,
+            vocab_size,
+        )
+    return loaded
 
 
 def byte_tokenizer(vocab_size: int, special_token_ids: tuple[int, ...] = ()) -> HfTokenizer:

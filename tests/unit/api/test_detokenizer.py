@@ -44,6 +44,14 @@ def run(detokenizer: Detokenizer, token_ids: list[int], sizes: list[int]) -> str
     return text + detokenizer.push(token_ids[place:]) + detokenizer.finish()
 
 
+def test_a_decoder_that_fails_costs_its_tokens_only() -> None:
+    """A `tokenizer.json` may hold anything; what Rust panics on is no Exception."""
+    tokenizer = Tokenizer(models.WordLevel(vocab={"aa": 0, "bb": 1, "cc": 2}, unk_token="aa"))
+    tokenizer.decoder = decoders.Sequence([decoders.Strip("a", 0, 3), decoders.Fuse()])
+    detokenizer = StreamDetokenizer(tokenizer, [0], True)
+    assert run(detokenizer, [1, 0, 2, 0, 0, 1], [1, 2]) == "bb\ufffdcc\ufffd\ufffdbb"
+
+
 def test_alphabet_is_that_of_the_library() -> None:
     assert sorted(BYTE_ALPHABET) == sorted(pre_tokenizers.ByteLevel.alphabet())
     assert sorted(BYTE_ALPHABET.values()) == list(range(256))

@@ -8,7 +8,10 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tokenizers import Tokenizer as HfTokenizer
+from tokenizers import models
 
+from server.api.errors import ApiError
 from server.api.tokenizer import Tokenizer, byte_tokenizer, load_tokenizer
 from server.config import ModelOptions
 from server.errors import UserError
@@ -78,6 +81,73 @@ def test_damaged_tokenizer_is_one_clear_line(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"tokenizer\.json: not a tokenizer that can be read") as caught:
         load_tokenizer(_options(folder))
     assert "\n" not in str(caught.value)
+
+
+def test_tokens_that_the_model_lacks_are_refused_in_a_prompt(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Tokens added to the tokenizer alone, and ones that only its post-processor knows."""
+    own = byte_tokenizer(300)
+    own.add_tokens(["<tool>", "<call>"])
+    tokenizer = load_tokenizer(_options(checkpoint(tmp_path, own.to_str())))
+    [warning] = caplog.messages
+    assert "tokenizer.json: 2 of its tokens have ids beyond the model's vocabulary of 300" in warning
+    assert tokenizer.encode("tool", add_special_tokens=True) == list(b"tool")
+    with pytest.raises(ApiError, match=r"the token '<tool>' \(id 300\).*its token ids end at 299") as caught:
+        tokenizer.encode("a <tool>", add_special_tokens=True)
+    assert caught.value.status == 400
+
+    start = {"id": "<s>", "ids": [100000], "tokens": ["<s>"]}
+    single = [{"SpecialToken": {"id": "<s>", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}]
+    pair = [{"Sequence": {"id": name, "type_id": 0}} for name in "AB"]
+    processor = {"type": "TemplateProcessing", "single": single, "pair": pair, "special_tokens": {"<s>": start}}
+    content = {**json.loads(byte_tokenizer(300).to_str()), "post_processor": processor}
+    tokenizer = load_tokenizer(_options(checkpoint(tmp_path, json.dumps(content))))
+    with pytest.raises(ApiError, match=r"the token '' \(id 100000\)"):
+        tokenizer.encode("x", add_special_tokens=True)
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [
+        {"pre_tokenizer": {"type": "FixedLength", "length": 0}},  # panics
+        {"model": {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "<none>"}},
+        {"model": {"type": "Unigram", "unk_id": None, "vocab": [["a", -1.0]]}},
+    ],
+    ids=["panic", "word-level", "unigram"],
+)
+def test_text_that_a_broken_tokenizer_cannot_encode_is_refused(tmp_path: Path, broken: dict[str, object]) -> None:
+    content = {**json.loads(byte_tokenizer(300).to_str()), **broken}
+    tokenizer = load_tokenizer(_options(checkpoint(tmp_path, json.dumps(content))))
+    with pytest.raises(ApiError, match="The model's tokenizer cannot encode the text: ") as caught:
+        tokenizer.encode("xyz", add_special_tokens=True)
+    assert caught.value.status == 400
+
+
+def test_tokens_that_a_broken_tokenizer_cannot_decode_are_refused(tmp_path: Path) -> None:
+    strip = {"type": "Strip", "content": "a", "start": 0, "stop": 9}
+    content = {**json.loads(byte_tokenizer(300).to_str()), "decoder": strip}
+    tokenizer = load_tokenizer(_options(checkpoint(tmp_path, json.dumps(content))))
+    with pytest.raises(ApiError, match="The model's tokenizer cannot decode the tokens: "):
+        tokenizer.decode([97], skip_special_tokens=True)
+
+
+def test_a_tokenizer_that_panics_when_read_is_one_clear_line(tmp_path: Path) -> None:
+    normalizer = {"type": "Precompiled", "precompiled_charsmap": "////"}
+    content = {**json.loads(byte_tokenizer(300).to_str()), "normalizer": normalizer}
+    with pytest.raises(UserError, match=r"tokenizer\.json: not a tokenizer that can be read"):
+        load_tokenizer(_options(checkpoint(tmp_path, json.dumps(content))))
+
+
+def test_a_tokenizer_file_without_an_end_is_refused(tmp_path: Path) -> None:
+    folder = checkpoint(tmp_path, "{")
+    with open(folder / "tokenizer.json", "ab") as file:
+        file.truncate(1 << 40)
+    with pytest.raises(UserError, match=r"tokenizer\.json: longer than 256 MiB"):
+        load_tokenizer(_options(folder))
+
+
+def test_a_vocabulary_of_the_empty_token_bounds_nothing() -> None:
+    tokenizer = Tokenizer(HfTokenizer(models.WordLevel(vocab={"": 0}, unk_token="")), 300)
+    assert tokenizer.min_tokens("x" * 8) == 2
 
 
 def _options(folder: Path) -> ModelOptions:
