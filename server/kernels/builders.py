@@ -15,6 +15,7 @@ import contextlib
 import logging
 import os
 import queue
+import select
 import subprocess
 import sys
 from pathlib import Path
@@ -28,6 +29,8 @@ _LEAST_CORES = 4
 """Below that the imports of a builder take the worker's core."""
 _MOST_BUILDERS = 6
 """For some 50 kernels of 0.1 to 0.2 s each; importing torch takes every process two seconds of a core."""
+_PATIENCE_S = 60
+"""For one kernel, and for the imports before the first."""
 
 
 class Job(msgspec.Struct, array_like=True):
@@ -74,7 +77,8 @@ class Builders:
             # JSON has no line breaks of its own.
             process.stdin.write(msgspec.json.encode(job) + b"\n")
             process.stdin.flush()
-            answer = process.stdout.readline()
+            answered, _, _ = select.select([process.stdout], [], [], _PATIENCE_S)
+            answer = process.stdout.readline() if answered else b"no answer within %d s" % _PATIENCE_S
         except (OSError, ValueError, TypeError) as error:
             answer = str(error).encode()
         if answer == b"\n":
