@@ -78,8 +78,6 @@ def _source_without_bytecode() -> Path | None:
 
 
 def _why_untrusted(folder: Path) -> str | None:
-    if folder.is_symlink():
-        return "it is a symbolic link"
     problem = why_unusable(folder)
     if problem is None and (mode := stat.S_IMODE(folder.stat().st_mode)) & (stat.S_IRWXG | stat.S_IRWXO):
         return f"others can enter it (mode {mode:04o}): chmod 700 it, if nobody else has written there"

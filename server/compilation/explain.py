@@ -43,7 +43,7 @@ def server_factors(
 
 def explain_cache(config: ServerConfig) -> list[str]:
     """Lines that say whether the cache has the compiled graph of `config`, or which factors differ from the nearest
-    entry. Raises UserError for a model or device that does not exist."""
+    entry. Raises UserError for a model or device that does not exist, or a cache that cannot be listed."""
     if config.compilation.mode == "eager":
         return ["eager mode compiles nothing"]
     from server.models.registry import resolve_model

@@ -18,9 +18,12 @@ class FolderInfo:
 
 
 def kernel_caches(cache_dir: str | None) -> list[FolderInfo]:
-    """Every kernel cache below `--compilation-cache-dir`; what other processes remove meanwhile is left out."""
+    """Every kernel cache below `--compilation-cache-dir`; what other processes remove meanwhile is left out.
+
+    Links are not followed: what they lead to is not ours to list or remove.
+    """
     root = cache_root(cache_dir) / "kernels"
-    if not root.is_dir():
+    if not root.is_dir() or root.is_symlink():
         return []
     return [_measure(path) for path in sorted(root.iterdir()) if path.is_dir() and not path.is_symlink()]
 

@@ -8,7 +8,8 @@ Loading a compiled piece runs code out of its files (torch unpickles them and dl
 trusted as far as its owner is, and no further:
 
 - The root, the entry and every directory and file in it must belong to us (the effective user id), must not be
-  writable by group or others, and must not be symbolic links. Files are opened relative to directory descriptors
+  writable by group or others, and must not be symbolic links (the cache directory above may be reached through some).
+  Nothing is read, made, locked, listed or removed through a link. Files are opened relative to directory descriptors
   with O_NOFOLLOW and checked on the open descriptor, so nothing can be swapped between check and use.
 - Torch never reads the cache itself. `fetch` copies the checked bytes into a private directory of this server, whose
   digests must match the manifest there; torch loads the copy. A truncated or foreign entry is found before anything
@@ -32,12 +33,20 @@ from pathlib import Path
 
 import msgspec
 
+from server.errors import UserError
+
 MANIFEST = "manifest.json"
 FACTORS = "factors.json"
 _TEMPORARY = ".tmp-"
 _LOCKS = ".locks"
 _ABANDONED_S = 24 * 3600
 """Age at which a temporary directory can only be a leftover of a killed server."""
+
+
+LINK_REFUSED = (
+    "is a symbolic link, and links in the cache are not followed: remove it; to keep the cache elsewhere, set "
+    "--compilation-cache-dir or BENCHCTL_CACHE_DIR"
+)
 
 
 class CacheEntryError(Exception):
@@ -71,11 +80,20 @@ def _check_ours(status: os.stat_result, name: str) -> None:
         raise CacheEntryError(f"{name} is writable by others (mode {stat.S_IMODE(status.st_mode):04o})")
 
 
+def _unopened(name: str | Path, dir_fd: int | None, error: OSError) -> CacheEntryError:
+    """What to say of `name`, which could not be opened: of a link the kernel says other things."""
+    try:
+        is_link = stat.S_ISLNK(os.lstat(name, dir_fd=dir_fd).st_mode)
+    except OSError:
+        is_link = False
+    return CacheEntryError(f"{name} {LINK_REFUSED}" if is_link else f"{name}: {error.strerror}")
+
+
 def _open_dir(name: str | Path, dir_fd: int | None = None) -> int:
     try:
         descriptor = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=dir_fd)
     except OSError as error:
-        raise CacheEntryError(f"{name}: {error.strerror}") from error
+        raise _unopened(name, dir_fd, error) from error
     try:
         _check_ours(os.fstat(descriptor), str(name))
     except CacheEntryError:
@@ -88,7 +106,7 @@ def _read_file(directory: int, name: str, limit: int) -> bytes:
     try:
         descriptor = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK, dir_fd=directory)
     except OSError as error:
-        raise CacheEntryError(f"{name}: {error.strerror}") from error
+        raise _unopened(name, directory, error) from error
     with open(descriptor, "rb") as file:
         status = os.fstat(descriptor)
         if not stat.S_ISREG(status.st_mode):
@@ -158,8 +176,7 @@ class CompileCache:
 
         Raises OSError, or CacheEntryError when the root is not one whose entries would be trusted.
         """
-        self.root.mkdir(parents=True, exist_ok=True, mode=0o700)
-        os.close(_open_dir(self.root))
+        os.close(self._make_root())
         self._remove_leftovers()
         temporary = Path(tempfile.mkdtemp(prefix=_TEMPORARY, dir=self.root))
         try:
@@ -174,6 +191,12 @@ class CompileCache:
             self._swap_in(temporary, self.root / key)
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
+
+    def _make_root(self) -> int:
+        """Descriptor of the root, made if it is missing. Raises OSError, CacheEntryError."""
+        with contextlib.suppress(FileExistsError):  # also of a link to nothing, or a file: opening says so
+            self.root.mkdir(parents=True, mode=0o700)
+        return _open_dir(self.root)
 
     def _swap_in(self, temporary: Path, entry: Path) -> None:
         """Rename `temporary` to `entry`; a directory can only replace an empty one, so an old entry moves aside."""
@@ -195,7 +218,7 @@ class CompileCache:
     @contextlib.contextmanager
     def lock(self, key: str, timeout_s: float) -> Iterator[bool]:
         """Hold the exclusive lock of `key`. Yields False without it: another server kept it for `timeout_s`, or the
-        cache cannot be written to (then nothing will be stored either)."""
+        cache cannot be written to or trusted (then nothing will be stored either)."""
         descriptor = self._open_lock(key)
         if descriptor is None:
             yield False
@@ -206,21 +229,33 @@ class CompileCache:
             os.close(descriptor)
 
     def _open_lock(self, key: str) -> int | None:
-        try:
-            directory = self.root / _LOCKS
-            directory.mkdir(parents=True, exist_ok=True, mode=0o700)
-            return os.open(directory / key, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-        except OSError:
-            return None
+        with contextlib.ExitStack() as opened:
+            try:
+                root = self._make_root()
+                opened.callback(os.close, root)
+                with contextlib.suppress(FileExistsError):
+                    os.mkdir(_LOCKS, 0o700, dir_fd=root)
+                locks = _open_dir(_LOCKS, root)
+                opened.callback(os.close, locks)
+                return os.open(key, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600, dir_fd=locks)
+            except (OSError, CacheEntryError):
+                return None
 
     def entries(self) -> list[EntryInfo]:
-        """All entries, newest first. Reads nothing but sizes and `factors.json`."""
+        """All entries, newest first. Reads nothing but sizes and `factors.json`.
+
+        Raises UserError when the root is a link, or no directory.
+        """
         infos = []
+        if self.root.is_symlink():
+            raise UserError(f"{self.root} {LINK_REFUSED}")
         try:
             paths = [p for p in self.root.iterdir() if not p.name.startswith(".")]
             directories = [p for p in paths if p.is_dir() and not p.is_symlink()]
         except FileNotFoundError:
             return []
+        except OSError as error:
+            raise UserError(f"{self.root}: cannot be listed ({error.strerror}); remove it, or mend its mode") from None
         for directory in directories:
             try:
                 size = sum(p.lstat().st_size for p in directory.rglob("*") if p.is_file())
@@ -232,7 +267,7 @@ class CompileCache:
 
     def clear(self) -> tuple[int, int]:
         """Remove every entry and leftover; returns how many entries and how many bytes. A running server has its own
-        copy and is not disturbed."""
+        copy and is not disturbed. Raises OSError, and UserError as `entries` does."""
         infos = self.entries()
         for info in infos:
             shutil.rmtree(self.root / info.key)

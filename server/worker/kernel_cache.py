@@ -1,6 +1,7 @@
 """Where Triton and flash-attn-4 keep compiled kernels: below benchctl's own cache, if only we can write there.
 
-What lies there is loaded as machine code, so a directory that another user could have written to is not used.
+What lies there is loaded as machine code, so a directory that another user could have written to, or have linked to
+another one, is not used.
 """
 
 from __future__ import annotations
@@ -34,9 +35,9 @@ def use_kernel_cache(root: Path, fallback: Path) -> None:
     `root` cannot be trusted or written to. Call before either is imported. Whoever has set their environment variables
     has decided otherwise."""
     if _TRITON not in os.environ:
-        os.environ[_TRITON] = str(_usable(root / "triton", fallback))
+        os.environ[_TRITON] = str(_usable(root, "triton", fallback))
     if _FLASH not in os.environ:
-        os.environ[_FLASH] = str(_usable(root / "flash_attn_cute", fallback))
+        os.environ[_FLASH] = str(_usable(root, "flash_attn_cute", fallback))
         os.environ[_FLASH_SWITCH] = "1"
 
 
@@ -54,25 +55,32 @@ def hash_triton() -> None:
             return
 
 
-def _usable(directory: Path, fallback: Path) -> Path:
-    problem = why_unusable(directory)
-    if problem is None:
-        return directory
-    logger.warning("kernels are not cached in %s: %s", directory, problem)
-    return fallback / directory.name
+def _usable(root: Path, name: str, fallback: Path) -> Path:
+    # Who may write to the root could put another directory of ours, or a link, in the place of the one below.
+    for directory in (root, root / name):
+        problem = why_unusable(directory)
+        if problem is not None:
+            logger.warning("kernels are not cached in %s, every start compiles them: %s", directory, problem)
+            return fallback / name
+    return root / name
 
 
 def why_unusable(directory: Path) -> str | None:
-    """None if `directory` (made if it is missing) is ours alone to write to, else why not."""
+    """None if `directory` (made if it is missing) is ours alone to write to and no link, else why not."""
     try:
+        if directory.is_symlink():
+            return (
+                "it is a symbolic link, and links in the cache are not followed: remove it; to keep the cache "
+                "elsewhere, set --compilation-cache-dir or BENCHCTL_CACHE_DIR"
+            )
         directory.mkdir(parents=True, exist_ok=True, mode=0o700)
-        status = directory.stat()
+        status = directory.lstat()
     except OSError as error:
         return error.strerror
     if status.st_uid != os.geteuid():
         return f"it belongs to user id {status.st_uid}"
     if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-        return "it is writable by others"
+        return f"it is writable by others (chmod go-w {directory}, if nobody else has written there)"
     if not os.access(directory, os.W_OK | os.X_OK):
         return "it is read-only"
     return None

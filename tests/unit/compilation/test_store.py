@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -15,6 +16,7 @@ import pytest
 
 from server.compilation import store as store_module
 from server.compilation.store import CacheEntryError, CompileCache
+from server.errors import UserError
 
 KEY = "0123456789abcdef0123456789abcdef"
 FILES = {"plan.json": b"{}", "piece-0.bin": bytes(range(256)) * 40, "inductor/ab/code.py": b"print(1)\n"}
@@ -155,6 +157,77 @@ def test_a_link_in_the_place_of_an_entry_is_refused(cache: CompileCache, stored:
     stored.symlink_to(tmp_path / "moved")
     with pytest.raises(CacheEntryError):
         cache.fetch(KEY, tmp_path)
+
+
+LINK = "is a symbolic link, and links in the cache are not followed: remove it; .* set --compilation-cache-dir"
+
+
+def test_a_link_in_the_place_of_the_root_is_refused(cache: CompileCache, stored: Path, tmp_path: Path) -> None:
+    """Nothing is made, locked, listed or removed behind it, and the reason is named."""
+    elsewhere = tmp_path / "elsewhere"
+    cache.root.rename(elsewhere)
+    cache.root.symlink_to(elsewhere)
+    before = sorted(elsewhere.rglob("*"))
+    named = re.escape(str(cache.root)) + " " + LINK
+    destination = tmp_path / "destination"
+    destination.mkdir(mode=0o700)
+    with cache.lock(KEY, 60.0) as held:
+        assert not held
+    for use in (
+        lambda: cache.fetch(KEY, destination),
+        lambda: cache.publish(KEY, make_source(tmp_path / "again"), {}),
+    ):
+        with pytest.raises(CacheEntryError, match=named):
+            use()
+    for look in (cache.entries, cache.clear):
+        with pytest.raises(UserError, match=named):
+            look()
+    assert sorted(elsewhere.rglob("*")) == before
+    assert list(destination.iterdir()) == []
+
+
+def test_a_link_to_nothing_is_not_made_good(cache: CompileCache, tmp_path: Path) -> None:
+    cache.root.symlink_to(tmp_path / "absent")
+    with cache.lock(KEY, 60.0) as held:
+        assert not held
+    with pytest.raises(CacheEntryError, match=LINK):
+        cache.publish(KEY, make_source(tmp_path / "source"), {})
+    assert not (tmp_path / "absent").exists()
+
+
+@pytest.mark.parametrize("name", [".locks", f".locks/{KEY}"])
+def test_locks_are_not_taken_through_links(cache: CompileCache, tmp_path: Path, name: str) -> None:
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir(mode=0o700)
+    path = cache.root / name
+    path.parent.mkdir(parents=True, mode=0o700)
+    cache.root.chmod(0o700)
+    path.symlink_to(elsewhere if name == ".locks" else elsewhere / "file")
+    with cache.lock(KEY, 60.0) as held:
+        assert not held
+    assert list(elsewhere.iterdir()) == []
+
+
+def test_a_link_inside_an_entry_is_named_as_one(cache: CompileCache, stored: Path, tmp_path: Path) -> None:
+    damage_symlink(stored)
+    with pytest.raises(CacheEntryError, match=r"^plan\.json is a symbolic link"):
+        cache.fetch(KEY, tmp_path)
+
+
+def test_the_cache_directory_itself_may_be_a_link(tmp_path: Path) -> None:
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "cache").symlink_to(tmp_path / "disk")
+    cache = CompileCache(tmp_path / "cache" / "compile")
+    with cache.lock(KEY, 0.0) as held:
+        assert held
+    cache.publish(KEY, make_source(tmp_path / "source"), {})
+    fetch(cache, tmp_path)
+
+
+def test_a_root_that_is_no_directory_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError, match=r"file: cannot be listed \(Not a directory\)"):
+        CompileCache(tmp_path / "file").entries()
 
 
 def test_a_full_disk_leaves_nothing_behind(

@@ -85,7 +85,11 @@ def test_links_and_files_in_its_place_are_not_used(tmp_path: Path) -> None:
     (tmp_path / "elsewhere").mkdir(mode=0o700)
     root = tmp_path / "cache" / "bytecode"
     root.symlink_to(tmp_path / "elsewhere")
-    assert choose_folder(tmp_path / "cache")[0] is None
+    folder, warning = choose_folder(tmp_path / "cache")
+    assert folder is None
+    assert warning is not None
+    assert "it is a symbolic link, and links in the cache are not followed: remove it" in warning
+    assert list((tmp_path / "elsewhere").iterdir()) == []
     root.unlink()
     root.write_text("")
     folder, warning = choose_folder(tmp_path / "cache")
