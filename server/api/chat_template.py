@@ -1,18 +1,17 @@
-"""Chat templates: messages to the prompt text that a model was trained on, in Jinja's sandbox."""
+"""Chat templates: messages to the prompt text that a model was trained on."""
 
 from __future__ import annotations
 
 import json
-import time
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
-import jinja2
 import msgspec
 
 from server.api.errors import invalid
 from server.api.protocol import ChatMessage
-from server.api.template_sandbox import TemplateEnvironment
+from server.api.template_messages import RenderRequest, TemplateFault, TemplateSource
+from server.api.template_renderer import TIME_LIMIT_S, TemplateRenderer
 from server.errors import UserError
 
 # ChatML, without the system prompt that some checkpoints put in.
@@ -22,36 +21,34 @@ DEFAULT_TEMPLATE = (
 )
 
 
-def _raise_exception(message: str) -> NoReturn:
-    raise jinja2.TemplateError(message)
-
-
-def _tojson(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    # transformers' filter: Jinja's own escapes HTML characters and sorts keys.
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
-
-
 class ChatTemplate:
-    """A compiled template. Raises UserError when `source` (named `where`) does not compile."""
+    """A template, rendered by processes of its own. `where`: what to call it when it does not compile."""
 
-    def __init__(self, source: str, special_tokens: dict[str, str], where: str = "chat template") -> None:
-        environment = TemplateEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"])
-        environment.filters["tojson"] = _tojson
-        environment.globals["raise_exception"] = _raise_exception
-        environment.globals["strftime_now"] = time.strftime
+    def __init__(
+        self,
+        source: str,
+        special_tokens: dict[str, str],
+        where: str = "chat template",
+        time_limit_s: float = TIME_LIMIT_S,
+    ) -> None:
+        self._renderer = TemplateRenderer(TemplateSource(source, special_tokens), time_limit_s)
+        self._where = where
+
+    async def start(self) -> None:
+        """Have it compiled, within the limits of a rendering. Raises UserError."""
         try:
-            self._template = environment.from_string(source)
-        except (jinja2.TemplateError, RecursionError) as error:
-            raise UserError(f"{where}: not a valid Jinja template ({error}); pass another --chat-template") from error
-        self._special_tokens = special_tokens
+            await self._renderer.start()
+        except TemplateFault as fault:
+            raise UserError(f"{self._where}: the chat template {fault}; pass another --chat-template") from fault
+        except OSError as error:
+            raise UserError(
+                f"no process for chat templates: {error}; raise the limits of processes and files"
+            ) from error
 
-    def render(
+    async def close(self) -> None:
+        await self._renderer.close()
+
+    async def render(
         self,
         messages: list[ChatMessage],
         *,
@@ -60,7 +57,7 @@ class ChatTemplate:
         continue_final_message: bool = False,
         kwargs: dict[str, Any] | None = None,
     ) -> str:
-        """The prompt. Raises ApiError 400 for messages that the template refuses or cannot handle."""
+        """The prompt. Raises ApiError 400 for messages that the template refuses or cannot handle, 429."""
         if not messages:
             raise invalid("`messages` must not be empty.", "messages")
         conversation = [_plain(message, place) for place, message in enumerate(messages)]
@@ -69,20 +66,16 @@ class ChatTemplate:
                 "`continue_final_message` and `add_generation_prompt` cannot both be true.", "continue_final_message"
             )
         variables = {
-            **self._special_tokens,
             **(kwargs or {}),
             "messages": conversation,
             "tools": tools,
             "add_generation_prompt": add_generation_prompt,
         }
+        final = conversation[-1]["content"].strip() if continue_final_message else None
         try:
-            text = self._template.render(variables)
-        except jinja2.TemplateError as error:
-            raise invalid(f"The chat template refused the messages: {error}", "messages") from error
-        except Exception as error:
-            # The template is foreign code over the client's values: whatever it trips over is about this request.
-            raise invalid(f"The chat template failed: {type(error).__name__}: {error}", "messages") from error
-        return _cut_after(text, conversation[-1]["content"]) if continue_final_message else text
+            return await self._renderer.render(RenderRequest(variables, final))
+        except TemplateFault as fault:
+            raise invalid(f"The chat template {fault}", "messages") from fault
 
 
 def _plain(message: ChatMessage, place: int) -> dict[str, Any]:
@@ -104,20 +97,12 @@ def _plain(message: ChatMessage, place: int) -> dict[str, Any]:
     return plain
 
 
-def _cut_after(text: str, content: str) -> str:
-    """The rendered text up to and with the final message, without what the template puts behind it."""
-    final = content.strip()
-    place = text.rfind(final) if final else -1
-    if place < 0:
-        raise invalid("The chat template does not show the final message, which cannot be continued.", "messages")
-    return text[: place + len(final)]
-
-
 def load_chat_template(folder: Path | None, override: str | None) -> ChatTemplate:
     """The template of a checkpoint folder (None: a preset), `override` being a file that replaces it.
 
     Looked for in `chat_template.jinja`, then in `tokenizer_config.json` (a string, or a list of named ones, of which
-    `default` is taken); ChatML when there is none. Raises UserError for a file that cannot be used.
+    `default` is taken); ChatML when there is none. Raises UserError for a file that cannot be read; what it holds is
+    compiled at the template's start.
     """
     config: dict[str, Any] = {}
     if folder is not None and (path := folder / "tokenizer_config.json").is_file():

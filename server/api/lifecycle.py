@@ -80,8 +80,10 @@ class _Lifecycle:
         child.watch_control(on_control)
         with child.timeline.span("tokenizer"):
             resolved = resolve_model(config.model)
-            tokenizer = load_tokenizer(resolved)
             template = load_chat_template(resolved.path, config.model.chat_template)
+            compiled = asyncio.create_task(template.start())
+            await asyncio.sleep(0)  # its process starts while we read the tokenizer
+            tokenizer = load_tokenizer(resolved)
         child.flush_spans()
         # Modules and the tokenizer live as long as the process: do not trace them at every collection.
         gc.collect()
@@ -89,13 +91,13 @@ class _Lifecycle:
         model_name = config.model.served_model_name or config.model.model
         metrics = Metrics(model_name)
         client = EngineClient(config, self._client_index, metrics)
-        connect = asyncio.create_task(client.connect())
+        connect = asyncio.gather(client.connect(), compiled)
         # No span for this wait: what the engine and the worker do meanwhile is theirs to tell.
         await _first(connect, stop)
         if not connect.done():
             connect.cancel()
             return _exit_code(stop.result())
-        ready = connect.result()
+        ready, _ = connect.result()
         state = ApiState(
             config=config,
             model_name=model_name,
@@ -142,6 +144,7 @@ class _Lifecycle:
         finally:
             for task in tasks:
                 task.cancel()
+            await template.close()
 
     async def _open(self, state: ApiState) -> tuple[uvicorn.Server, asyncio.Task[None]]:
         """Start listening on the inherited socket; returns when connections are accepted."""

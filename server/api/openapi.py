@@ -31,7 +31,7 @@ OPERATIONS = (
     _Operation("post", "/v1/chat/completions", "Answer a conversation", protocol.ChatCompletionRequest,
                responses.ChatCompletionResponse, _GENERATE, True),
     _Operation("post", "/tokenize", "Token ids of a text or conversation", protocol.TokenizeRequest,
-               responses.TokenizeResponse, (400, 404, 408, 413)),
+               responses.TokenizeResponse, (400, 404, 408, 413, 429)),
     _Operation("post", "/detokenize", "Text of token ids", protocol.DetokenizeRequest,
                responses.DetokenizeResponse, (400, 404, 408, 413)),
     _Operation("get", "/v1/models", "The served model", None, responses.ModelList, ()),

@@ -29,8 +29,6 @@ from server.api.serving import Job, check_request, check_room, now_ns, prepare, 
 from server.api.sse import EventStream
 from server.api.state import ApiState, state_of
 
-TEMPLATE_TIMEOUT_S = 5.0
-"""A chat template that takes longer is stopped: it is code that came with a checkpoint."""
 _DECODER = msgspec.json.Decoder(ChatCompletionRequest)
 
 
@@ -90,27 +88,21 @@ async def render_and_tokenize(
     chat_template_kwargs: dict[str, Any] | None,
     add_special_tokens: bool,
 ) -> list[int]:
-    """Token ids of a conversation, made in a thread. Raises ApiError 400."""
+    """Token ids of a conversation. Raises ApiError 400, 429."""
     limit = state.limits.max_model_len
     # To continue a message, none may be begun: true is only the default.
     generation_prompt = not continue_final_message if add_generation_prompt is None else add_generation_prompt
 
-    def work() -> list[int]:
-        text = state.chat_template.render(
-            messages,
-            tools=tools,
-            add_generation_prompt=generation_prompt,
-            continue_final_message=continue_final_message,
-            kwargs=chat_template_kwargs,
-        )
-        if (least := state.tokenizer.min_tokens(text)) >= limit:
-            raise prompt_too_long(limit, f"at least {least}", "messages", "messages")
-        return state.tokenizer.encode(text, add_special_tokens=add_special_tokens)
-
-    try:
-        token_ids = await state.template_threads.run(work, TEMPLATE_TIMEOUT_S)
-    except TimeoutError:
-        raise invalid(f"The chat template took longer than {TEMPLATE_TIMEOUT_S:g} s.", "messages") from None
+    text = await state.chat_template.render(
+        messages,
+        tools=tools,
+        add_generation_prompt=generation_prompt,
+        continue_final_message=continue_final_message,
+        kwargs=chat_template_kwargs,
+    )
+    if (least := state.tokenizer.min_tokens(text)) >= limit:
+        raise prompt_too_long(limit, f"at least {least}", "messages", "messages")
+    [token_ids] = await state.tokenizer.encode_all([text], add_special_tokens=add_special_tokens)
     if not token_ids:
         raise invalid("The chat template made an empty prompt of the messages.", "messages")
     return token_ids

@@ -8,7 +8,6 @@ from typing import Literal
 
 from starlette.requests import Request
 
-from server.api.bounded import BoundedExecutor
 from server.api.chat_template import ChatTemplate
 from server.api.engine_client import EngineClient
 from server.api.errors import draining, engine_dead, model_not_found
@@ -40,7 +39,6 @@ class ApiState:
     created: int = field(default_factory=lambda: int(time.time()))
     intake: Intake = field(default_factory=Intake)
     streams: EventStreams = field(default_factory=EventStreams)
-    template_threads: BoundedExecutor = field(default_factory=lambda: BoundedExecutor(2, "chat-template"))
 
     def check_model(self, model: str | None) -> None:
         """Raises ApiError 404 for a model that is not the served one."""

@@ -1,89 +1,79 @@
-"""Jinja's sandbox with bounds on what one expression can allocate.
+"""One chat template in Jinja's sandbox: code that came with a checkpoint.
 
-Jinja folds constants while it compiles, and a single operation in C cannot be interrupted: neither is bounded by the
-time limit of a rendering. So what multiplies (`*`, `**`, widths of padding) is bounded by size.
+The sandbox keeps the template from Python's attributes. It bounds neither time nor memory: a single operation can take
+all of both, already while Jinja compiles, since it folds constants. So this runs in processes that can be limited and
+killed only (see `server.api.template_process`).
 """
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable
-from typing import Any
+import json
+import time
+import types
+from typing import Any, NoReturn
 
-from jinja2.exceptions import SecurityError
-from jinja2.runtime import Context
+import jinja2
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-MAX_LENGTH = 1_000_000
-"""Characters or elements that one operation may make."""
-_MAX_BITS = 65_536
-_WIDTH = re.compile(r"%[^a-zA-Z%]*?(\*|\d{6,})")
+from server.api.template_messages import TemplateFault
 
 
-class TemplateEnvironment(ImmutableSandboxedEnvironment):
-    """Raises SecurityError, a TemplateError, for an operation beyond the bounds."""
-
-    intercepted_binops = frozenset(["*", "**", "%"])
-
-    def __init__(self, **options: Any) -> None:
-        super().__init__(**options)
-        for name in ("center", "indent", "format", "wordwrap", "truncate"):
-            self.filters[name] = _bounded(self.filters[name])
-
-    def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
-        if operator == "*":
-            _check_product(left, right)
-        elif operator == "**":
-            _check_power(left, right)
-        elif isinstance(left, str):
-            _check_format(left)
-        return super().call_binop(context, operator, left, right)
-
-    def call(self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:
-        if isinstance(getattr(__obj, "__self__", None), str | bytes):
-            _check_arguments(args, kwargs)
-        return super().call(__context, __obj, *args, **kwargs)
+def _raise_exception(message: str) -> NoReturn:
+    raise jinja2.TemplateError(message)
 
 
-def _refuse() -> None:
-    raise SecurityError(f"an operation would make more than {MAX_LENGTH} characters, elements or so many digits")
+def _tojson(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    # transformers' filter: Jinja's own escapes HTML characters and sorts keys.
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
-def _check_product(left: Any, right: Any) -> None:
-    if isinstance(left, int) and isinstance(right, int):
-        if left.bit_length() + right.bit_length() > _MAX_BITS:
-            _refuse()
-        return
-    for sequence, count in ((left, right), (right, left)):
-        is_repetition = isinstance(count, int) and isinstance(sequence, str | bytes | list | tuple)
-        if is_repetition and len(sequence) * count > MAX_LENGTH:
-            _refuse()
+class _Environment(ImmutableSandboxedEnvironment):
+    def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
+        # `dict['x']` has the attributes of `dict`, but is no type to Jinja, which would keep those of a type to itself.
+        return not isinstance(obj, types.GenericAlias) and super().is_safe_attribute(obj, attr, value)
 
 
-def _check_power(left: Any, right: Any) -> None:
-    if isinstance(left, int) and isinstance(right, int) and left.bit_length() * right > _MAX_BITS:
-        _refuse()
+class SandboxedTemplate:
+    """A compiled template. Raises TemplateFault when it does not compile, MemoryError as Python does."""
+
+    def __init__(self, source: str, special_tokens: dict[str, str]) -> None:
+        environment = _Environment(trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"])
+        environment.filters["tojson"] = _tojson
+        environment.globals["raise_exception"] = _raise_exception
+        environment.globals["strftime_now"] = time.strftime
+        try:
+            self._template = environment.from_string(source)
+        except MemoryError:
+            raise
+        except Exception as error:  # Python's compiler has limits of its own: nesting, digits of a number
+            raise TemplateFault(f"is not valid Jinja ({error})") from error
+        self._special_tokens = special_tokens
+
+    def render(self, variables: dict[str, Any], final: str | None = None) -> str:
+        """The text; with `final` only up to and with the last place where that stands.
+
+        Raises TemplateFault for what the template refuses or cannot handle, MemoryError as Python does.
+        """
+        try:
+            text = self._template.render({**self._special_tokens, **variables})
+        except MemoryError:
+            raise
+        except jinja2.TemplateError as error:
+            raise TemplateFault(f"refused the messages: {error}") from error
+        except Exception as error:
+            # The template is foreign code over the client's values: whatever it trips over is about this request.
+            raise TemplateFault(f"failed: {type(error).__name__}: {error}") from error
+        return text if final is None else _cut_after(text, final)
 
 
-def _check_format(text: str) -> None:
-    if _WIDTH.search(text):
-        _refuse()
-
-
-def _check_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    if any(isinstance(value, int) and value > MAX_LENGTH for value in (*args, *kwargs.values())):
-        _refuse()
-
-
-def _bounded(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A filter whose integer arguments, and whose format, are bounded."""
-
-    def bounded(*args: Any, **kwargs: Any) -> Any:
-        _check_arguments(args, kwargs)
-        if function.__name__ == "do_format" and args:
-            _check_format(str(args[0]))
-        return function(*args, **kwargs)
-
-    # Jinja marks the filters that want its environment or context first with attributes of the function.
-    bounded.__dict__.update(function.__dict__)
-    return bounded
+def _cut_after(text: str, final: str) -> str:
+    place = text.rfind(final) if final else -1
+    if place < 0:
+        raise TemplateFault("does not show the final message, which cannot be continued")
+    return text[: place + len(final)]

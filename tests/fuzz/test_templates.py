@@ -8,10 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from server.api.bounded import BoundedExecutor
 from server.api.chat_template import ChatTemplate
 from server.api.errors import ApiError
 from server.api.protocol import ChatMessage
+from server.api.template_messages import TemplateFault
+from server.api.template_sandbox import SandboxedTemplate
 from server.errors import UserError
 from tests.fuzz.budget import fuzz
 
@@ -40,6 +41,7 @@ ESCAPES = [
     "{% import 'os' as os %}{{ os }}",
     "{% extends '/etc/passwd' %}",
     "{{ dict.__base__.__subclasses__() }}",
+    "{{ dict['x'].mro() }}",
     "{{ range.__class__.__base__ }}",
     "{{ ''.format.__globals__ }}",
     "{{ tojson.__globals__ }}",
@@ -49,13 +51,14 @@ ESCAPES = [
 @pytest.mark.parametrize("source", ESCAPES)
 def test_no_way_out_of_the_sandbox(source: str) -> None:
     """Either refused, or an undefined value that renders to nothing of Python's."""
+    messages = [{"role": "user", "content": "hello"}]
     try:
-        text = ChatTemplate(source, {}).render(MESSAGES)
-    except (ApiError, UserError):
+        text = SandboxedTemplate(source, {}).render({"messages": messages})
+    except TemplateFault:
         pass
     else:
         assert not any(word in text for word in ("<class", "function", "module", "root:", "uid=")), text
-    assert [(message.role, message.content) for message in MESSAGES] == [("user", "hello")]
+    assert messages == [{"role": "user", "content": "hello"}]
 
 
 EXPRESSIONS = st.sampled_from(
@@ -101,8 +104,10 @@ def templates(draw: st.DrawFn) -> str:
 @fuzz(300)
 def test_any_template_renders_or_is_refused(source: str) -> None:
     try:
-        text = ChatTemplate(source, {"bos_token": "<s>"}).render(MESSAGES)
-    except (ApiError, UserError):
+        text = SandboxedTemplate(source, {"bos_token": "<s>"}).render(
+            {"messages": [{"role": "user", "content": "hello"}]}
+        )
+    except TemplateFault:
         return
     assert "<class 'object'>" not in text
 
@@ -112,15 +117,18 @@ SLOW = {
     "silent loops": "{% for a in range(99999) %}{% for b in range(99999) %}{% set x = a %}{% endfor %}{% endfor %}",
     "recursion": "{% macro f(n) %}{{ f(n + 1) }}{{ f(n + 1) }}{% endmacro %}{{ f(0) }}",
     "filler": "{{ lipsum(n=10 ** 7) }}",
+    "a power": "{{ 10 ** (10 ** 10) }}",
+    "a power of a variable": "{{ messages|length ** -1 + 10 ** (10 ** 10) }}",
+    "rounding": "{{ messages|length|round(-3 * 10 ** 9) }}",
+    "rounding a constant": "{{ 1|round(-3000000000) }}",
+    "sum": "{{ ([[1] * 100000] * 10000)|sum(start=[])|length }}",
+    "slices": "{{ messages|slice(300000000)|list|length }}",
 }
 LARGE = [
     "{{ range(10 ** 9)|list|length }}",
-    "{{ 10 ** (10 ** 10) }}",
-    "{{ messages|length ** -1 + 10 ** (10 ** 10) }}",
     "{{ 'x' * 10 ** 12 }}",
     "{{ 10 ** 12 * 'x' }}",
     "{{ messages * 10 ** 12 }}",
-    "{% set x = 10 ** 9999 %}{{ x * x * x * x }}",
     "{{ '%1000000000000d' % 1 }}",
     "{{ '%*d' % (10 ** 12, 1) }}",
     "{{ '%1000000000000d'|format(1) }}",
@@ -130,29 +138,52 @@ LARGE = [
     "{{ 'x'.center(10 ** 12) }}",
     "{{ 'x'.zfill(10 ** 12) }}",
     "{{ '\t'.expandtabs(10 ** 12) }}",
+    "{{ ('a' * 100000)|replace('a', 'b' * 10000) }}",
+    "{{ ('a' * 100000).replace('a', 'b' * 10000) }}",
+    "{{ ('a' * 100000).translate({97: 'b' * 10000}) }}",
+    "{{ ('x' * 10000).join(['a'] * 100000) }}",
+    "{{ (['a'] * 100000)|join('x' * 10000) }}",
+    "{{ ('https://example.com ' * 20000)|urlize(target='x' * 10000) }}",
+    "{{ '{:1000000000}'.format(1) }}",
+    "{{ '{:.1000000000f}'.format(1.0) }}",
+    "{{ '{a:1000000000}'.format_map({'a': 1}) }}",
+    "{{ ('\t' * 100000).expandtabs(10000) }}",
+    "{{ ('\n' * 100000)|indent('x' * 10000, blank=true) }}",
+    "{{ ('%99999d' * 10000) % ((1,) * 10000) }}",
+    "{{ [1]|tojson(indent=10 ** 9) }}",
+    "{{ [1]|batch(3 * 10 ** 8, 'x')|list|length }}",
+    "{% set n = namespace(x='x') %}{% for i in range(99) %}{% set n.x = n.x ~ n.x %}{% endfor %}",
+    "{{ raise_exception('x' * 10 ** 9) }}",
 ]
 
 
 @pytest.mark.parametrize("name", sorted(SLOW))
 async def test_endless_templates_are_stopped(name: str) -> None:
-    template = ChatTemplate(SLOW[name], {})
-    executor = BoundedExecutor(1, "template")
-    with pytest.raises((ApiError, TimeoutError)):
-        await executor.run(lambda: template.render(MESSAGES), 0.5)
+    await refused(SLOW[name], 0.5)
 
 
 @pytest.mark.parametrize("source", LARGE)
-def test_large_operations_are_refused_before_they_begin(source: str) -> None:
-    """Also while compiling, when Jinja folds constants: no time limit could interrupt these."""
+async def test_large_operations_leave_the_server_alone(source: str) -> None:
+    """Also while compiling, when Jinja folds constants."""
     tracemalloc.start()
-    template = ChatTemplate(source, {})
-    with pytest.raises(ApiError):
-        template.render(MESSAGES)
+    await refused(source, 1)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak < 16 << 20
 
 
-def test_ordinary_arithmetic_and_padding_still_work() -> None:
+async def refused(source: str, time_limit_s: float) -> None:
+    template = ChatTemplate(source, {}, time_limit_s=time_limit_s)
+
+    async def start_and_render() -> None:
+        await template.start()
+        await template.render(MESSAGES)
+
+    with pytest.raises((ApiError, UserError)):
+        await start_and_render()
+    await template.close()
+
+
+def test_ordinary_arithmetic_and_padding_work() -> None:
     source = "{{ 2 ** 10 }} {{ '=' * 5 }} {{ 7 % 4 }} {{ '%05.1f' % 2.5 }} {{ 'x'|center(5) }}|{{ 'a\nb'|indent(2) }}"
-    assert ChatTemplate(source, {}).render(MESSAGES) == "1024 ===== 3 002.5   x  |a\n  b"
+    assert SandboxedTemplate(source, {}).render({}) == "1024 ===== 3 002.5   x  |a\n  b"

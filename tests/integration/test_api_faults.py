@@ -336,6 +336,42 @@ def test_bad_model_is_a_user_error(tmp_path: Path) -> None:
     api.close()
 
 
+def test_a_chat_template_that_hangs_in_c_is_a_bad_request(start: Start, tmp_path: Path) -> None:
+    """It would hold the interpreter's lock of whichever process it runs in."""
+    template = tmp_path / "hangs.jinja"
+    template.write_text("{% if n %}{{ messages|length|round(n) }}{% endif %}{{ messages[0].content }}")
+    config = ServerConfig()
+    config.model.chat_template = str(template)
+    server = start(config)
+    body = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 5}
+    answers: list[httpx.Response] = []
+
+    def hang() -> None:
+        with server.client() as client:
+            answers.append(client.post("/v1/chat/completions", json=body | {"chat_template_kwargs": {"n": -3 * 10**9}}))
+
+    thread = threading.Thread(target=hang)
+    thread.start()
+    with server.client() as client:
+        while thread.is_alive():
+            assert client.post("/v1/chat/completions", json=body).status_code == 200
+    thread.join()
+    assert answers[0].status_code == 400
+    assert answers[0].json()["error"]["message"] == "The chat template took longer than 5 s"
+
+
+def test_a_chat_template_that_hangs_while_it_is_compiled_is_a_user_error(tmp_path: Path) -> None:
+    template = tmp_path / "hangs.jinja"
+    template.write_text("{{ 1|round(-3000000000) }}")
+    config = ServerConfig(runtime_dir=str(tmp_path))
+    config.model.chat_template = str(template)
+    api = ApiProcess(config)
+    with pytest.raises(AssertionError, match=r"hangs\.jinja: the chat template took longer than 5 s"):
+        api.wait_ready()
+    assert api.process.wait(20) == 2
+    api.close()
+
+
 def test_two_api_processes_share_an_engine_and_a_port(tmp_path: Path) -> None:
     config = ServerConfig(runtime_dir=str(tmp_path))
     config.api.api_server_count = 2

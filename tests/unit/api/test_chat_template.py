@@ -2,13 +2,18 @@ from __future__ import annotations
 
 import asyncio
 import json
-import threading
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from server.api.bounded import BoundedExecutor
 from server.api.chat_template import ChatTemplate, load_chat_template
 from server.api.errors import ApiError
 from server.api.protocol import ChatMessage, ContentPart
@@ -17,33 +22,54 @@ from server.errors import UserError
 HI = [ChatMessage(role="user", content="hi")]
 
 
-def template(source: str, **special: str) -> ChatTemplate:
-    return ChatTemplate(source, special)
+@asynccontextmanager
+async def started(template: ChatTemplate) -> AsyncIterator[ChatTemplate]:
+    try:
+        await template.start()
+        yield template
+    finally:
+        await template.close()
 
 
-def test_default_is_chatml() -> None:
-    prompt = load_chat_template(None, None).render([ChatMessage(role="system", content="Be kind."), *HI])
+async def render(
+    source: str, messages: list[ChatMessage] = HI, special: dict[str, str] | None = None, **options: Any
+) -> str:
+    async with started(ChatTemplate(source, special or {})) as template:
+        return await template.render(messages, **options)
+
+
+async def render_loaded(folder: Path | None, override: str | None, messages: list[ChatMessage], **options: Any) -> str:
+    async with started(load_chat_template(folder, override)) as template:
+        return await template.render(messages, **options)
+
+
+async def test_default_is_chatml() -> None:
+    prompt = await render_loaded(None, None, [ChatMessage(role="system", content="Be kind."), *HI])
     assert prompt == ("<|im_start|>system\nBe kind.<|im_end|>\n<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n")
 
 
-def test_blocks_are_trimmed_and_special_tokens_known() -> None:
+async def test_blocks_are_trimmed_and_special_tokens_known() -> None:
     source = "{{ bos_token }}\n  {% for m in messages %}\n{{ m.content }}|\n  {% endfor %}\n"
-    assert template(source, bos_token="<s>").render(HI * 2) == "<s>\nhi|\nhi|\n"
+    assert await render(source, HI * 2, {"bos_token": "<s>"}) == "<s>\nhi|\nhi|\n"
 
 
-def test_text_parts_are_joined() -> None:
+async def test_text_parts_are_joined() -> None:
     parts = [ContentPart(type="text", text="a"), ContentPart(type="text", text="b")]
-    assert template("{{ messages[0].content }}").render([ChatMessage(role="user", content=parts)]) == "a\nb"
+    assert await render("{{ messages[0].content }}", [ChatMessage(role="user", content=parts)]) == "a\nb"
 
 
-def test_helpers_of_transformers_exist() -> None:
+async def test_helpers_of_transformers_exist() -> None:
     source = "{{ tools | tojson }} {{ messages | length }} {{ strftime_now('%Y') | length }}"
-    assert template(source).render(HI, tools=[{"b": "<é>", "a": 1}]) == '[{"b": "<é>", "a": 1}] 1 4'
+    assert await render(source, tools=[{"b": "<é>", "a": 1}]) == '[{"b": "<é>", "a": 1}] 1 4'
 
 
-def test_loop_controls_and_kwargs() -> None:
+async def test_integers_of_any_size_reach_the_template() -> None:
+    assert await render("{{ n }}", kwargs={"n": 10**30}) == str(10**30)
+
+
+async def test_loop_controls_and_kwargs() -> None:
     source = "{% for i in range(9) %}{% if i == last %}{% break %}{% endif %}{{ i }}{% endfor %}"
-    assert template(source).render(HI, kwargs={"last": 3}) == "012"
+    assert await render(source, kwargs={"last": 3}) == "012"
 
 
 @pytest.mark.parametrize(
@@ -57,11 +83,13 @@ def test_loop_controls_and_kwargs() -> None:
         ("{{ cycler.__init__.__globals__ }}", "unsafe"),
         ("{{ range(1000000000) | list }}", "failed: OverflowError"),
         ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "failed: RecursionError"),
+        ("{{ '\\ud800' }}", "halves of surrogate pairs"),
+        (r"{{ raise_exception('\ud800') }}", r"refused the messages: \\ud800"),
     ],
 )
-def test_what_a_template_trips_over_is_a_bad_request(source: str, message: str) -> None:
+async def test_what_a_template_trips_over_is_a_bad_request(source: str, message: str) -> None:
     with pytest.raises(ApiError, match=message) as caught:
-        template(source).render(HI)
+        await render(source)
     assert caught.value.status == 400
     assert caught.value.info.param == "messages"
 
@@ -78,67 +106,166 @@ def test_what_a_template_trips_over_is_a_bad_request(source: str, message: str) 
         (HI, {"continue_final_message": True, "add_generation_prompt": True}, "continue_final_message"),
     ],
 )
-def test_bad_messages(messages: list[ChatMessage], options: dict[str, Any], param: str) -> None:
+async def test_bad_messages(messages: list[ChatMessage], options: dict[str, Any], param: str) -> None:
     with pytest.raises(ApiError) as caught:
-        load_chat_template(None, None).render(messages, **options)
+        await load_chat_template(None, None).render(messages, **options)
     assert (caught.value.status, caught.value.info.param) == (400, param)
 
 
-def test_final_message_is_continued() -> None:
+async def test_final_message_is_continued() -> None:
     messages = [*HI, ChatMessage(role="assistant", content="Well, ")]
-    prompt = load_chat_template(None, None).render(messages, add_generation_prompt=False, continue_final_message=True)
-    assert prompt.endswith("<|im_start|>assistant\nWell,")
+    options = {"add_generation_prompt": False, "continue_final_message": True}
+    assert (await render_loaded(None, None, messages, **options)).endswith("<|im_start|>assistant\nWell,")
+    with pytest.raises(ApiError, match="does not show the final message"):
+        await render("{{ messages[0].content }}", messages, **options)
 
 
-async def test_endless_template_is_stopped() -> None:
-    loop = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
-    endless = template(loop * 3)
-    threads = BoundedExecutor(1, "test")
-    with pytest.raises(TimeoutError):
-        await threads.run(lambda: endless.render(HI), 0.05)
-    assert await threads.run(lambda: template("fine").render(HI), 30) == "fine", "the thread serves again"
+async def test_a_long_reason_is_cut() -> None:
+    with pytest.raises(ApiError) as caught:
+        await render("{{ raise_exception('x' * 10 ** 6) }}")
+    assert len(caught.value.info.message) < 2000
 
 
-async def test_job_that_waited_too_long_never_starts() -> None:
-    threads = BoundedExecutor(1, "test")
-    release = threading.Event()
-    first = asyncio.create_task(threads.run(release.wait, 30))
-    await asyncio.sleep(0)
-    started: list[int] = []
-    second = asyncio.create_task(threads.run(lambda: started.append(1), 0.01))
-    await asyncio.sleep(0.1)
-    release.set()
-    assert await first
-    with pytest.raises(TimeoutError):
-        await second
-    assert not started
+async def test_values_nested_too_deep_are_a_bad_request() -> None:
+    deep: list[Any] = []
+    for _ in range(100_000):
+        deep = [deep]
+    with pytest.raises(ApiError, match="so deeply nested"):
+        await render("", kwargs={"deep": deep})
+
+
+HANGS = "{% if messages[0].content == 'hang' %}{{ messages|length|round(-3*10**9) }}{% endif %}fine"
+"""One call into C, which nothing can interrupt."""
+
+
+async def test_a_call_into_c_that_never_returns_is_stopped_and_the_next_request_served() -> None:
+    async with started(ChatTemplate(HANGS, {}, time_limit_s=1)) as template:
+        hanging = asyncio.create_task(template.render([ChatMessage(role="user", content="hang")]))
+        assert await template.render(HI) == "fine", "the second process serves meanwhile"
+        with pytest.raises(ApiError, match="took longer than 1 s"):
+            await hanging
+        assert [await template.render(HI) for _ in range(3)] == ["fine"] * 3
+
+
+async def test_requests_that_find_all_processes_busy_for_long_are_told_to_come_back() -> None:
+    async with started(ChatTemplate(HANGS, {}, time_limit_s=1)) as template:
+        hang = [ChatMessage(role="user", content="hang")]
+        answers = await asyncio.gather(*(template.render(hang) for _ in range(8)), return_exceptions=True)
+        assert {error.status for error in answers if isinstance(error, ApiError)} == {400, 429}
+        assert await template.render(HI) == "fine"
+
+
+async def test_memory_is_limited_and_the_next_request_served() -> None:
+    source = "{% if messages[0].content == 'grow' %}{% set x = 'x' * 2 * 10 ** 9 %}{% endif %}fine"
+    async with started(ChatTemplate(source, {}, time_limit_s=30)) as template:
+        with pytest.raises(ApiError, match="needs more than 1024 MiB of memory"):
+            await template.render([ChatMessage(role="user", content="grow")])
+        assert await template.render(HI) == "fine"
+
+
+async def test_a_request_that_is_cancelled_leaves_no_answer_to_the_next() -> None:
+    async with started(ChatTemplate("{{ messages[0].content }}", {})) as template:
+        cancelled = asyncio.create_task(template.render([ChatMessage(role="user", content="mine")]))
+        await asyncio.sleep(0)
+        cancelled.cancel()
+        assert await template.render(HI) == "hi"
+
+
+def children() -> set[int]:
+    """Pids of the processes that this one's main thread started."""
+    return set(map(int, Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children").read_text().split()))
+
+
+def kill(pid: int) -> None:
+    """Returns when it is dead; it is not reaped."""
+    os.kill(pid, signal.SIGKILL)
+    os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+
+
+async def test_a_process_that_somebody_killed_is_replaced() -> None:
+    before = children()
+    async with started(ChatTemplate("fine", {})) as template:
+        (pid,) = children() - before
+        os.kill(pid, signal.SIGINT)  # the terminal's Ctrl-C
+        assert await template.render(HI) == "fine"
+        assert children() - before == {pid}
+        kill(pid)
+        await asyncio.sleep(0.01)  # a turn of the loop, to read the end of the stream
+        assert await template.render(HI) == "fine"
+    assert children() == before
+
+
+PARENT = """
+import asyncio, sys
+from server.api.chat_template import ChatTemplate
+from server.api.protocol import ChatMessage
+
+async def main():
+    template = ChatTemplate(sys.argv[1], {}, time_limit_s=60)
+    await template.start()
+    print(open(f"/proc/{__import__('os').getpid()}/task/{__import__('os').getpid()}/children").read(), flush=True)
+    await template.render([ChatMessage(role="user", content="hang")])
+
+asyncio.run(main())
+"""
+
+
+@pytest.mark.parametrize("source", [HANGS, "fine"])
+def test_the_process_ends_with_a_parent_that_is_killed(source: str) -> None:
+    parent = subprocess.Popen([sys.executable, "-c", PARENT, source], stdout=subprocess.PIPE)
+    assert parent.stdout is not None
+    pid = int(parent.stdout.readline())
+    parent.kill()
+    parent.wait()
+    parent.stdout.close()
+    deadline = time.monotonic() + 30
+    while Path(f"/proc/{pid}").exists() and "State:\tZ" not in Path(f"/proc/{pid}/status").read_text():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
 
 
 def write(folder: Path, **config: Any) -> None:
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
 
 
-def test_template_of_the_checkpoint(tmp_path: Path) -> None:
+async def test_template_of_the_checkpoint(tmp_path: Path) -> None:
     write(tmp_path, chat_template="{{ eos_token }}own", eos_token={"content": "</s>", "lstrip": False})
-    assert load_chat_template(tmp_path, None).render(HI) == "</s>own"
+    assert await render_loaded(tmp_path, None, HI) == "</s>own"
     write(tmp_path, chat_template=[{"name": "tool_use", "template": "t"}, {"name": "default", "template": "d"}])
-    assert load_chat_template(tmp_path, None).render(HI) == "d"
+    assert await render_loaded(tmp_path, None, HI) == "d"
     (tmp_path / "chat_template.jinja").write_text("file")
-    assert load_chat_template(tmp_path, None).render(HI) == "file"
+    assert await render_loaded(tmp_path, None, HI) == "file"
     override = tmp_path / "other.jinja"
     override.write_text("override")
-    assert load_chat_template(tmp_path, str(override)).render(HI) == "override"
+    assert await render_loaded(tmp_path, str(override), HI) == "override"
 
 
-def test_files_that_cannot_be_used_are_named(tmp_path: Path) -> None:
+async def test_files_that_cannot_be_used_are_named(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"missing\.jinja: cannot be read"):
         load_chat_template(None, str(tmp_path / "missing.jinja"))
     write(tmp_path, chat_template="{% for %}")
-    with pytest.raises(UserError, match=r"tokenizer_config\.json: not a valid Jinja template"):
-        load_chat_template(tmp_path, None)
+    with pytest.raises(UserError, match=r"tokenizer_config\.json: the chat template is not valid Jinja"):
+        await render_loaded(tmp_path, None, HI)
     (tmp_path / "tokenizer_config.json").write_text("[1]")
     with pytest.raises(UserError, match="holds a JSON list"):
         load_chat_template(tmp_path, None)
     (tmp_path / "tokenizer_config.json").write_text("{")
     with pytest.raises(UserError, match="not valid JSON"):
         load_chat_template(tmp_path, None)
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ("{{ 1|round(-3000000000) }}", "took longer than 1 s"),
+        ("{{ ('a' * 100000)|replace('a', 'b' * 10000) }}", "(needs more than 1024 MiB of memory|took longer than 1 s)"),
+        ("{{ " + "1" * 5000 + " }}", "is not valid Jinja"),
+        ("{{ " + "(" * 5000 + ")" * 5000 + " }}", "is not valid Jinja"),
+    ],
+)
+async def test_limits_hold_while_a_template_is_compiled(source: str, message: str) -> None:
+    """Jinja computes constants then."""
+    template = ChatTemplate(source, {}, "x.jinja", time_limit_s=1)
+    with pytest.raises(UserError, match=rf"x\.jinja: the chat template {message}"):
+        await template.start()
+    await template.close()
