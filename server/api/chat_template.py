@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,8 @@ from server.api.protocol import ChatMessage
 from server.api.template_messages import RenderRequest, TemplateFault, TemplateSource
 from server.api.template_renderer import TIME_LIMIT_S, TemplateRenderer
 from server.errors import UserError
+from server.models.config import read_json_object
+from server.models.files import is_there, read_bounded
 
 # ChatML, without the system prompt that some checkpoints put in.
 DEFAULT_TEMPLATE = (
@@ -22,7 +23,10 @@ DEFAULT_TEMPLATE = (
 
 
 class ChatTemplate:
-    """A template, rendered by processes of its own. `where`: what to call it when it does not compile."""
+    """A template, rendered by processes of its own. `where`: what to call it when it does not compile.
+
+    Raises UserError for a template or special tokens that no UTF-8 can hold.
+    """
 
     def __init__(
         self,
@@ -31,6 +35,11 @@ class ChatTemplate:
         where: str = "chat template",
         time_limit_s: float = TIME_LIMIT_S,
     ) -> None:
+        for text in (source, *special_tokens.values()):
+            try:
+                text.encode()
+            except UnicodeEncodeError as error:  # JSON can write it
+                raise UserError(f"{where}: holds half of a surrogate pair; download the model again") from error
         self._renderer = TemplateRenderer(TemplateSource(source, special_tokens), time_limit_s)
         self._where = where
 
@@ -105,23 +114,17 @@ def load_chat_template(folder: Path | None, override: str | None) -> ChatTemplat
     compiled at the template's start.
     """
     config: dict[str, Any] = {}
-    if folder is not None and (path := folder / "tokenizer_config.json").is_file():
-        try:
-            loaded = json.loads(path.read_bytes())
-        except (OSError, ValueError, RecursionError) as error:
-            raise UserError(f"{path}: not valid JSON ({error}); download the model again") from error
-        if not isinstance(loaded, dict):
-            raise UserError(f"{path}: holds a JSON {type(loaded).__name__}, not an object")
-        config = loaded
+    if folder is not None and is_there(path := folder / "tokenizer_config.json"):
+        config = read_json_object(path)
     special = {key: text for key in _SPECIAL_TOKENS if (text := _token_text(config.get(key))) is not None}
     if override is not None:
         return ChatTemplate(_read(Path(override)), special, f"--chat-template {override}")
-    if folder is not None and (path := folder / "chat_template.jinja").is_file():
+    if folder is not None and is_there(path := folder / "chat_template.jinja"):
         return ChatTemplate(_read(path), special, str(path))
     template = config.get("chat_template")
     if isinstance(template, list):
-        named = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}
-        template = named.get("default")
+        entries = [entry for entry in template if isinstance(entry, dict) and entry.get("name") == "default"]
+        template = entries[-1].get("template") if entries else None
     if isinstance(template, str):
         return ChatTemplate(template, special, f"{folder}/tokenizer_config.json")
     return ChatTemplate(DEFAULT_TEMPLATE, special)
@@ -137,7 +140,8 @@ def _token_text(value: Any) -> str | None:
 
 
 def _read(path: Path) -> str:
+    data = read_bounded(path)
     try:
-        return path.read_text("utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"chat template {path}: cannot be read ({error}); pass a readable file") from error
+        return data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path}: a chat template must be UTF-8 text ({error})") from None

@@ -278,8 +278,12 @@ class CompileCache:
 
 def _read_factors(entry: Path) -> dict[str, str]:
     try:
-        return msgspec.json.decode((entry / FACTORS).read_bytes(), type=dict[str, str])
-    except (OSError, msgspec.DecodeError):
+        directory = _open_dir(entry)
+        try:
+            return msgspec.json.decode(_read_file(directory, FACTORS, _MAX_JSON_BYTES), type=dict[str, str])
+        finally:
+            os.close(directory)
+    except (OSError, CacheEntryError, msgspec.DecodeError):
         return {}
 
 

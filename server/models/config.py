@@ -159,7 +159,7 @@ def read_json_object(path: Path) -> dict[str, Any]:
     try:
         raw = json.loads(data)
     except (ValueError, RecursionError) as error:
-        raise UserError(f"{path}: not valid JSON ({error})") from None
+        raise UserError(f"{path}: not valid JSON ({error}); download the model again") from None
     if not isinstance(raw, dict):
         raise UserError(f"{path}: holds a JSON {type(raw).__name__}, not an object")
     return raw

@@ -241,7 +241,7 @@ async def test_template_of_the_checkpoint(tmp_path: Path) -> None:
 
 
 async def test_files_that_cannot_be_used_are_named(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"missing\.jinja: cannot be read"):
+    with pytest.raises(UserError, match=r"missing\.jinja: no such file"):
         load_chat_template(None, str(tmp_path / "missing.jinja"))
     write(tmp_path, chat_template="{% for %}")
     with pytest.raises(UserError, match=r"tokenizer_config\.json: the chat template is not valid Jinja"):
@@ -252,6 +252,46 @@ async def test_files_that_cannot_be_used_are_named(tmp_path: Path) -> None:
     (tmp_path / "tokenizer_config.json").write_text("{")
     with pytest.raises(UserError, match="not valid JSON"):
         load_chat_template(tmp_path, None)
+    (tmp_path / "tokenizer_config.json").unlink()
+    (tmp_path / "chat_template.jinja").write_bytes(b"\xff")
+    with pytest.raises(UserError, match=r"chat_template\.jinja: a chat template must be UTF-8 text"):
+        load_chat_template(tmp_path, None)
+
+
+@pytest.mark.parametrize("fields", [{"chat_template": "\ud800"}, {"bos_token": "\ud800"}], ids=str)
+def test_halves_of_surrogate_pairs_are_named(tmp_path: Path, fields: dict[str, str]) -> None:
+    write(tmp_path, **{"chat_template": "x", **fields})
+    with pytest.raises(UserError, match=r"tokenizer_config\.json: holds half of a surrogate pair"):
+        load_chat_template(tmp_path, None)
+
+
+async def test_named_templates_may_have_any_names(tmp_path: Path) -> None:
+    write(tmp_path, chat_template=[{"name": [], "template": "x"}, {"name": "default", "template": "d"}, {"name": {}}])
+    assert await render_loaded(tmp_path, None, HI) == "d"
+
+
+@pytest.mark.parametrize("name", ["tokenizer_config.json", "chat_template.jinja", "--chat-template"])
+def test_pipes_devices_and_endless_files_are_not_read(tmp_path: Path, name: str) -> None:
+    """In a process of its own: one that opened the pipe would wait for ever."""
+    code = (
+        "import sys; from pathlib import Path; from server.api.chat_template import load_chat_template\n"
+        "from server.errors import UserError\n"
+        "try: load_chat_template(Path(sys.argv[1]), sys.argv[2] or None)\n"
+        "except UserError as error: print(error)"
+    )
+    path = tmp_path / name
+    override = str(path) if name == "--chat-template" else ""
+    for make, message in (
+        (os.mkfifo, "a named pipe, not a regular file; put the file itself there"),
+        (lambda path: path.symlink_to("/dev/zero"), "a device, not a regular file; put the file itself there"),
+        (lambda path: path.write_bytes(b" " * (1 << 25)), "longer than 16 MiB, which no such file needs; put the "),
+    ):
+        make(path)
+        done = subprocess.run(
+            [sys.executable, "-c", code, str(tmp_path), override], capture_output=True, text=True, timeout=60
+        )
+        path.unlink()
+        assert done.stdout.startswith(f"{path}: {message}"), done.stdout + done.stderr
 
 
 @pytest.mark.parametrize(

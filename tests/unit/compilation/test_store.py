@@ -230,6 +230,22 @@ def test_a_root_that_is_no_directory_is_one_line(tmp_path: Path) -> None:
         CompileCache(tmp_path / "file").entries()
 
 
+def test_listing_reads_no_pipe_and_follows_no_link(cache: CompileCache, stored: Path, tmp_path: Path) -> None:
+    (tmp_path / "factors.json").write_text('{"torch": "of another"}')
+    (stored / "factors.json").unlink()
+    (stored / "factors.json").symlink_to(tmp_path / "factors.json")
+    assert cache.entries()[0].factors == {}
+    (stored / "factors.json").unlink()
+    os.mkfifo(stored / "factors.json")
+    # In a process of its own: one that opened the pipe would wait for ever.
+    code = (
+        "import sys; from pathlib import Path; from server.compilation.store import CompileCache\n"
+        "print(CompileCache(Path(sys.argv[1])).entries()[0].factors)"
+    )
+    command = [sys.executable, "-c", code, str(cache.root)]
+    assert subprocess.run(command, capture_output=True, text=True, timeout=60).stdout == "{}\n"
+
+
 def test_a_full_disk_leaves_nothing_behind(
     cache: CompileCache, stored: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
