@@ -49,7 +49,9 @@ _BODIES = ("prompt", "messages", "prompt_token_ids", "turns")
 
 
 def build_custom(spec: dict[str, Any], *, seed: int, tokenizer: TokenizerLike | None) -> Workload:
-    """Build from a specification (without `name`); a tokenizer, when given, counts plain prompts.
+    """Build from a specification (without `name`); a tokenizer, when given, counts prompts and messages.
+
+    Of later `turns` nothing is known: they hold the answers before.
 
     Raises:
         UserError: bad parameter, unreadable or malformed file (line named), or no row at all.
@@ -76,6 +78,9 @@ def build_custom(spec: dict[str, Any], *, seed: int, tokenizer: TokenizerLike | 
     notes = []
     if parameters.num_requests is not None and len(requests) < parameters.num_requests:
         notes.append(f"the file gives {len(requests)} requests, not the {parameters.num_requests} asked for")
+    if tokenizer is not None and any(request.messages is not None for request in requests):
+        later = "; of later turns it is not known" if any(request.turn for request in requests) else ""
+        notes.append(f"prompt_tokens counts message contents without the chat template{later}")
     if ignored:
         notes.append("keys not used: " + ", ".join(f"{key} ({count} rows)" for key, count in sorted(ignored.items())))
     return Workload(
@@ -132,6 +137,7 @@ def _requests(
             WorkloadRequest(
                 index=first_index + turn,
                 messages=[Message(role="user", content=text)],
+                prompt_tokens=tokenizer.count(text) if turn == 0 and tokenizer is not None else None,
                 max_tokens=max_tokens,
                 ignore_eos=ignore_eos,
                 timestamp_s=row.timestamp_s if turn == 0 else None,
@@ -148,6 +154,8 @@ def _requests(
         counted = len(row.prompt_token_ids)
     elif row.prompt is not None and tokenizer is not None:
         counted = tokenizer.count(row.prompt)
+    elif row.messages is not None and tokenizer is not None:
+        counted = sum(tokenizer.count(message.content) for message in row.messages)
     return [
         WorkloadRequest(
             index=first_index,

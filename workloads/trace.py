@@ -195,6 +195,7 @@ def _shaped(rows: TraceRows, parameters: TraceParameters) -> tuple[TraceRows, di
         rows.input_lens = np.maximum(1, np.rint(rows.input_lens * parameters.length_scale)).astype(np.int64)
         rows.output_lens = np.maximum(1, np.rint(rows.output_lens * parameters.length_scale)).astype(np.int64)
         notes.append(f"lengths scaled by {parameters.length_scale:g}, at least 1 token")
+    rows = _cut_to_wanted(rows, parameters)
     bounds = (
         ("input", rows.input_lens, parameters.max_input_len),
         ("output", rows.output_lens, parameters.max_output_len),
@@ -216,6 +217,22 @@ def _shaped(rows: TraceRows, parameters: TraceParameters) -> tuple[TraceRows, di
         raise UserError(f"workload trace: no row of {parameters.path} is left (dropped: {reasons})")
     rows.times_s = rows.times_s - rows.times_s[0]
     return rows, dropped, notes
+
+
+def _cut_to_wanted(rows: TraceRows, parameters: TraceParameters) -> TraceRows:
+    """The rows up to the last that `num_requests` sends, so that nothing is told of those beyond it."""
+    wanted, keep = parameters.num_requests, np.ones(len(rows), dtype=bool)
+    if wanted is None:
+        return rows
+    if parameters.too_long == "drop":
+        for lengths, bound in (
+            (rows.input_lens, parameters.max_input_len),
+            (rows.output_lens, parameters.max_output_len),
+        ):
+            if bound is not None:
+                keep &= lengths <= bound
+    sent = np.flatnonzero(keep)
+    return rows if len(sent) <= wanted else rows.select(np.arange(sent[wanted - 1] + 1))
 
 
 def _as_text(request: WorkloadRequest, seed: int, tokenizer: TokenizerLike) -> WorkloadRequest:

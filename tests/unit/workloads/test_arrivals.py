@@ -34,6 +34,27 @@ def test_poisson_gaps_are_exponential_and_independent() -> None:
     assert abs(np.corrcoef(gaps[:-1], gaps[1:])[0, 1]) < 0.05
 
 
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize(("n", "duration_s", "number"), [(30, None, 30), (None, 3.0, 60), (30, 3.0, 30), (99, 3.0, 60)])
+def test_an_exact_poisson_offers_its_rate(seed: int, n: int | None, duration_s: float | None, number: int) -> None:
+    spec = {"name": "poisson", "rate": 20.0, "exact_rate": True}
+    schedule = build_schedule(spec if duration_s is None else {**spec, "duration_s": duration_s}, n, seed)
+    assert schedule.times_s is not None
+    assert (len(schedule.times_s), schedule.times_s[0]) == (number, 0.0)
+    assert schedule.times_s[-1] == pytest.approx((number - 1) / 20)
+    assert schedule.offered_rate == pytest.approx(20.0)
+
+
+def test_an_exact_poisson_is_one_between_its_ends() -> None:
+    gaps = np.diff(times({"name": "poisson", "rate": 50, "exact_rate": True}, 5000))
+    assert stats.kstest(gaps, "expon", args=(0, 1 / 50)).pvalue > 0.01
+    assert abs(np.corrcoef(gaps[:-1], gaps[1:])[0, 1]) < 0.05
+
+
+def test_an_exact_poisson_of_next_to_nothing_is_one_request() -> None:
+    assert times({"name": "poisson", "rate": 0.01, "duration_s": 20.0, "exact_rate": True}).tolist() == [0.0]
+
+
 @pytest.mark.parametrize("burstiness", [0.25, 1.0, 4.0])
 def test_gamma_gaps_follow_vllms_parameters(burstiness: float) -> None:
     gaps = np.diff(times({"name": "gamma", "rate": 20, "burstiness": burstiness}, 4000), prepend=0)

@@ -179,7 +179,12 @@ def test_custom_rows_of_every_kind(tmp_path: Path, tokenizer: HFTokenizer) -> No
     assert (first.turn, second.turn, second.think_time_s, second.append_reply) == (0, 1, 3, True)
     assert first.conversation == second.conversation is not None
     assert [request.index for request in workload.requests] == [0, 1, 2, 3, 4]
-    assert workload.notes == ["keys not used: category (1 rows), id (1 rows)"]
+    assert (chat.prompt_tokens, first.prompt_tokens) == (tokenizer.count("hi"), tokenizer.count("one"))
+    assert second.prompt_tokens is None, "it holds the answer to the first"
+    assert workload.notes == [
+        "prompt_tokens counts message contents without the chat template; of later turns it is not known",
+        "keys not used: category (1 rows), id (1 rows)",
+    ]
     assert len(custom(tmp_path, text, num_requests=4).requests) == 4
     assert custom(tmp_path, text, shuffle=True).digest == custom(tmp_path, text, shuffle=True).digest
 

@@ -116,6 +116,20 @@ def test_scaling_keeps_the_shared_share_and_clipping_keeps_prefixes(tmp_path: Pa
     assert dropped.dropped == {"input longer than 1100 tokens": 1}
 
 
+def test_nothing_is_told_of_rows_that_are_not_sent(tmp_path: Path) -> None:
+    path = mooncake(tmp_path, *((at * 1000, 900 - at, 20, [at]) for at in range(8)))
+    three = build(path, num_requests=3, max_input_len=898)
+    assert three.notes == ["input lengths clipped to 898 tokens in 2 of 3 rows"]
+    assert lengths(three) == [(898, 20), (898, 20), (898, 20)]
+    kept = build(path, num_requests=3, max_input_len=897, too_long="drop")
+    assert lengths(kept) == [(897, 20), (896, 20), (895, 20)]
+    assert kept.dropped == {"input longer than 897 tokens": 3}
+    assert kept.digest == build(path, max_input_len=897, too_long="drop", end_s=6.0).digest
+    looped = build(path, num_requests=20, max_input_len=898, loop=3)
+    assert len(looped.requests) == 20
+    assert looped.notes[0] == "input lengths clipped to 898 tokens in 2 of 8 rows"
+
+
 def test_slicing_time_scaling_and_looping(tmp_path: Path) -> None:
     path = mooncake(tmp_path, *((i * 1000, 512, 4, [i]) for i in range(10)))
     workload = build(path, start_s=2, end_s=5, speedup=2, loop=2)
