@@ -47,12 +47,17 @@ class Preparing:
             self._say(f"preparing {total:,} requests: {how}")
 
 
+def _write_line(text: str) -> None:
+    with contextlib.suppress(BrokenPipeError):  # who read it has gone; the work goes on
+        typer.echo(text, err=True)
+
+
 @contextlib.contextmanager
 def preparing() -> Iterator[Preparing]:
     """On standard error: a line that is drawn again on a terminal and gone at the end, one plain line in a log."""
     console = Console(stderr=True)
     if not console.is_terminal:
-        yield Preparing(lambda text: typer.echo(text, err=True), drawn=False)
+        yield Preparing(_write_line, drawn=False)
         return
     status = console.status("")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 
 from rich.console import Console, Group, RenderableType
 from rich.padding import Padding
@@ -30,9 +31,18 @@ _COLUMNS = pick("ttft_p50_s", "ttft_p99_s", "tpot_p50_s", "itl_p99_s", "requests
 _STARTS = pick("to_healthy_cold_s", "to_healthy_warm_s", "to_first_token_cold_s", "to_first_token_warm_s")
 
 
+class _ReportConsole(Console):
+    def on_broken_pipe(self) -> None:
+        """The reader has gone (`| head`); what is measured and written goes on without it."""
+        self.quiet = True
+        null = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(null, sys.stdout.fileno())  # or the rest would be tried, and complained about, at the end
+        os.close(null)
+
+
 def report_console() -> Console:
     """Standard output; in a log or a pipe, which has no width, wide enough for the tables (COLUMNS overrides)."""
-    console = Console()
+    console = _ReportConsole()
     if not console.is_terminal and "COLUMNS" not in os.environ:
         console.width = 140
     return console

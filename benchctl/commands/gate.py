@@ -97,12 +97,14 @@ def gate(
             from benchctl.gate.calibrate import calibrate as calibrate_pairs
 
             calibration = calibrate_pairs(calibration_pairs(request, results=results), request.settings)
+            path = write_calibration(calibration, output)
             console.print(render_calibration(calibration))
-            console.print(str(write_calibration(calibration, output)), style="dim", soft_wrap=True, highlight=False)
+            console.print(str(path), style="dim", soft_wrap=True, highlight=False)
             return
         verdict = gate_results(request) if results else gate_sources(request)
+    written = write_outputs(verdict, output)
     console.print(render_verdict(verdict))
-    for path in write_outputs(verdict, output):
+    for path in written:
         console.print(str(path), style="dim", soft_wrap=True, highlight=False)
     if on_github() if github is None else github:
         for line in tell_github(verdict):

@@ -68,9 +68,13 @@ def plot(
     series = build_series(open_store(store).read(), chosen, cell)
     if not series:
         raise UserError(f"{store}: holds no {metric}{f' for a cell with {cell!r} in its id' if cell else ''}")
-    report_console().print(render_console(series))
+    written = None
     if output is not None:
-        typer.echo(write_text(output, render_html(series, f"{chosen.label} over commits")))
+        written = write_text(output, render_html(series, f"{chosen.label} over commits"))
+    console = report_console()
+    console.print(render_console(series))
+    if written is not None:
+        console.print(str(written), soft_wrap=True, highlight=False)
 
 
 def bisect(

@@ -58,9 +58,11 @@ def report(
         raise UserError(explain_os_error(folder, error)) from error
     from reports.console import print_report, report_console
 
-    print_report(results, report_console())
-    for path in write_reports(results, folder, formats):
-        typer.echo(path)
+    written = write_reports(results, folder, formats)
+    console = report_console()
+    print_report(results, console)
+    for path in written:
+        console.print(str(path), soft_wrap=True, highlight=False)
 
 
 def register(app: typer.Typer) -> None:

@@ -53,9 +53,9 @@ def startup(
     with tempfile.TemporaryDirectory(prefix="benchctl-startup-") as scratch:
         log_dir = Path(scratch) if output is None else output / "logs"
         result, summary = _measure(model, mode, attention_backend, arguments, kinds, repeats, log_dir, timeout)
-    _print(result, summary, output_format)
     if output is not None:
         _write(result, output)
+    _print(result, summary, output_format)
 
 
 def _measure(
