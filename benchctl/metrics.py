@@ -19,12 +19,16 @@ from server.errors import UserError
 
 Floats = npt.NDArray[np.float64]
 Mask = npt.NDArray[np.bool_]
+Lengths = npt.NDArray[np.int32]
 
 _UNITS = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0}
 _NUMBER = r"(\d+(?:\.\d*)?|\.\d+)"
 _SLO = re.compile(rf"(ttft|tpot|e2el)[:=]{_NUMBER}(us|ms|s|m)")
 _EXCLUSION = re.compile(rf"{_NUMBER}(us|ms|s|m|%)?")
 LAG_SHARE_OF_TTFT = 0.1
+_COUNT_SLACK = 0.1
+"""Of a forced length, by how much an answer may be off when the server did not count its tokens itself: events may wait
+for the rest of a character, and text may be cut into other tokens than it was made of."""
 
 
 class Slo(msgspec.Struct, frozen=True):
@@ -89,8 +93,12 @@ def compute_metrics(
     lag_bound_s: float = 0.005,
     offered_rate: float | None = None,
     workers: int = 1,
+    forced_lengths: Lengths | None = None,
 ) -> LoadMetrics:
-    """Everything that the records say. Requests that an interrupt ended are counted apart from completed and failed."""
+    """Everything that the records say. Requests that an interrupt ended are counted apart from completed and failed.
+
+    `forced_lengths`: by position in the workload, the output tokens that the request was forced to (0: none).
+    """
     sent_ns = records.rows["sent_ns"]
     cut_off = records.rows["cause"] == Cause.INTERRUPTED
     rows = records.rows[~cut_off]
@@ -110,6 +118,7 @@ def compute_metrics(
     window = steady_window(table.scheduled, table.end)
     steady = np.zeros(len(rows), bool) if window is None else (table.scheduled >= window[0]) & table.ok
     throughput = _throughput(table, ok, kept)
+    forced, shorter, longer = _against_forced(rows[ok], forced_lengths)
     return LoadMetrics(
         ttft_s=ttft,
         ttft_from_sent_s=distribution(table.ttft_from_sent[ok], nothing),
@@ -136,6 +145,9 @@ def compute_metrics(
         excluded_warmup=int(early.sum()),
         excluded_cooldown=int((late & ~early).sum()),
         output_token_source=_token_source(rows[ok]),
+        forced_output_tokens=forced,
+        shorter_answers=shorter,
+        longer_answers=longer,
         achieved_rate=_rate(sent_ns),
         offered_rate=offered_rate,
         client_saturated=lag_p99 is not None and lag_p99 > bound,
@@ -385,6 +397,19 @@ def _token_source(rows: Rows) -> Literal["usage", "tokenizer", "events", "mixed"
     }
     found = {names[source] for source in np.unique(rows["token_source"]).tolist() if source in names}
     return "mixed" if len(found) > 1 else found.pop() if found else "usage"
+
+
+def _against_forced(rows: Rows, forced_lengths: Lengths | None) -> tuple[int | None, int, int]:
+    """Output tokens of these requests had each its forced length, and how many answers are shorter and longer."""
+    if forced_lengths is None or len(rows) == 0:
+        return None, 0, 0
+    wanted, made = forced_lengths[rows["index"]], rows["output_tokens"]
+    forced = wanted > 0
+    if not forced.any():
+        return None, 0, 0
+    slack = np.where(rows["token_source"] == TokenSource.USAGE, 0.0, _COUNT_SLACK * wanted)
+    shorter, longer = forced & (made < wanted - slack), forced & (made > wanted + slack)
+    return int(np.where(forced, wanted, made).sum(dtype=np.int64)), int(shorter.sum()), int(longer.sum())
 
 
 def _rate(sent_ns: npt.NDArray[np.int64]) -> float | None:

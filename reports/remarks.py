@@ -38,6 +38,7 @@ def _of(cell: CellResult) -> Iterator[str]:
         return
     if cell.status == "ok" and cell.reason and not metrics.failed:
         yield cell.reason
+    yield from shortfalls(cell)
     if metrics.excluded_warmup or metrics.excluded_cooldown:
         yield (
             f"{metrics.excluded_warmup} warm-up and {metrics.excluded_cooldown} cool-down requests are left out of all "
@@ -51,7 +52,6 @@ def _of(cell: CellResult) -> Iterator[str]:
     without_tpot = metrics.completed - metrics.tpot_s.n
     if without_tpot > 0 and any("tpot" in goodput.slo for goodput in metrics.goodput):
         yield f"{without_tpot} × no TPOT, as all tokens of the answer came at once: meets no SLO that names it"
-    yield from _lengths(cell)
     if metrics.output_token_source != "usage":
         yield f"output tokens are not the server's count but from: {metrics.output_token_source}"
     if cell.workload is not None:
@@ -60,16 +60,24 @@ def _of(cell: CellResult) -> Iterator[str]:
         yield from cell.workload.notes
 
 
-def _lengths(cell: CellResult) -> Iterator[str]:
-    """A server that ends answers early does less work than the one beside it."""
-    metrics, sent = cell.metrics, cell.workload
-    if metrics is None or sent is None or not sent.forced_lengths or not cell.config.client.get("force_lengths", True):
+def shortfalls(cell: CellResult) -> Iterator[str]:
+    """Work that was asked for and not done: a server that ends answers early does less than the one beside it."""
+    metrics = cell.metrics
+    if metrics is None:
         return
-    made = metrics.throughput.output_tokens
-    if metrics.output_token_source != "usage" or made is None or metrics.completed != sent.requests:
-        return
-    if made != sent.output_tokens_requested:
+    if (without := metrics.completed - metrics.ttft_s.n) > 0:
         yield (
-            f"answers hold {made:,} output tokens instead of the {sent.output_tokens_requested:,} that were forced: "
-            "the server does not keep to ignore_eos"
+            f"{without} of {metrics.completed} completed answers came without any text or token: they have no TTFT, "
+            "and meet no SLO that names it"
         )
+    made, forced = metrics.throughput.output_tokens, metrics.forced_output_tokens
+    if made is None or forced is None or not (metrics.shorter_answers or metrics.longer_answers):
+        return
+    counts = ((metrics.shorter_answers, "shorter"), (metrics.longer_answers, "longer"))
+    said = " and ".join(f"{number} {what}" for number, what in counts if number)
+    broken = "ignore_eos" if metrics.shorter_answers else "max_tokens"
+    doubt = "" if metrics.output_token_source == "usage" else ", or counts that are not its own mislead"
+    yield (
+        f"answers hold {made:,} output tokens instead of the {forced:,} that were forced "
+        f"({said} of {metrics.completed}): the server does not keep to {broken}{doubt}"
+    )

@@ -90,6 +90,11 @@ class LoadMetrics(msgspec.Struct, kw_only=True):
     excluded_cooldown: int = 0
     output_token_source: Literal["usage", "tokenizer", "events", "mixed"]
     """Where output token counts came from; `events` counts one per event and is an approximation."""
+    forced_output_tokens: int | None = None
+    """Output tokens of the completed requests, had each the length that was forced; None: no length was."""
+    shorter_answers: int = 0
+    """Completed, with fewer output tokens than were forced (by more than a tenth, where the server gives no usage)."""
+    longer_answers: int = 0
     achieved_rate: float | None = None
     """Requests sent per second over the sending time."""
     offered_rate: float | None = None

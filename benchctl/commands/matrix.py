@@ -38,30 +38,35 @@ def matrix(
             typer.echo(f"{name:<10} {line}")
         return
     plan = plan_matrix(load_suite(suite, assignments or ()))
+    from benchctl.matrix.models import check_models, ensure_models
+    from benchctl.matrix.traffic import TrafficFactory
+    from reports.console import print_report, report_console
+
+    console = report_console()
+    servers = [server.config for server in plan.servers]
     if plan_only:
+        check_models(servers, console)
+        TrafficFactory().check(plan.cells)
         for cell in plan.cells:
             typer.echo(cell.id)
         return
     from benchctl.matrix.live import make_observer
-    from benchctl.matrix.models import ensure_models
     from benchctl.matrix.replay import replay_cell
     from benchctl.matrix.runner import MatrixRunner
-    from benchctl.matrix.traffic import TrafficFactory
     from benchctl.preparing import preparing
-    from reports.console import print_report, report_console
     from reports.writers import write_reports
 
-    console = report_console()
-    ensure_models([server.config for server in plan.servers], console)
+    ensure_models(servers, console)
     with preparing() as on_read:
         traffic = TrafficFactory(on_read).prepare(plan.cells)
     with make_observer(console) as observer:
         runner = MatrixRunner(plan, traffic, output, observer, replay_cell, resume=resume)
         results = runner.run()
     if results.results:
+        written = write_reports(results, output)
         console.print()
         print_report(results, console)
-        for path in write_reports(results, output):
+        for path in written:
             console.print(str(path), soft_wrap=True, highlight=False)
     if runner.interrupted:
         console.print("interrupted: results so far are kept, go on with --resume", style="yellow")

@@ -14,23 +14,23 @@ from rich.console import Console
 from rich.status import Status
 
 from benchctl.loadgen.display import print_result, progress_line, render_search, search_line
-from benchctl.loadgen.endpoint import EndpointName, as_messages, parse_endpoint
+from benchctl.loadgen.endpoint import EndpointName, parse_endpoint
 from benchctl.loadgen.options import LoadOptions
 from benchctl.loadgen.run import check_options
-from benchctl.loadgen.session import LoadSession
+from benchctl.loadgen.session import LoadSession, sized_workload
 from benchctl.loadgen.sweep import find_max_rate, parse_values
 from benchctl.matrix.models import ensure_models
 from benchctl.matrix.plan import arrival_label
 from benchctl.matrix.progress import Progress
 from benchctl.matrix.suite import CLIENT_OPTIONS, check_server_flags
+from benchctl.matrix.traffic import check_traffic
 from benchctl.preparing import Preparing
 from reports.console import print_report, report_console
+from reports.directory import ResultSet
 from reports.schema import CellConfig, CellResult
 from reports.writers import write_reports
 from server.errors import UserError
-from workloads import build_workload
 from workloads.arrivals import ARRIVALS, build_schedule, parse_arrival
-from workloads.files import open_data
 from workloads.parameters import parse_assignments, parse_workload
 from workloads.tokenizer import load_tokenizer
 
@@ -88,6 +88,7 @@ def execute(request: RunRequest) -> int:
         os.environ["OPENAI_API_KEY"] = request.api_key  # where the control requests look for it
     console = report_console()
     ensure_models([config], console)
+    results: ResultSet | None = None
     with _progress(console) as status:
         session = LoadSession(
             config,
@@ -96,27 +97,35 @@ def execute(request: RunRequest) -> int:
             on_progress=lambda p: _show(status, p),
             on_read=Preparing(lambda text: _say(status, text), drawn=status is not None),
         )
+        if request.serve:
+            session.prepare(arrivals[0], reseed=len(arrivals) > 1 or request.find_max_rate)
         _say(status, f"starting {request.serve}" if request.serve else f"connecting to {request.url}")
-        with session:
-            try:
-                if request.find_max_rate:
-                    _search(session, arrivals[0], console, status)
-                else:
-                    _series(session, arrivals, console, status)
-            finally:
-                results = session.result_set() if session.results else None
+        try:
+            with session:
+                try:
+                    if request.find_max_rate:
+                        _search(session, arrivals[0], console, status)
+                    else:
+                        _series(session, arrivals, console, status)
+                finally:
+                    results = session.result_set() if session.results else None
+        except OSError:  # standard output takes no more; the reports may go elsewhere
+            if results is not None:
+                write_reports(results, request.output)
+            raise
     if results is None:
         return 130 if session.interrupted else 1
+    written = write_reports(results, request.output)
     if len(results.results) > 1:
         print_report(results, console)
-    for path in write_reports(results, request.output):
+    for path in written:
         console.print(str(path), soft_wrap=True, highlight=False)
     if session.interrupted:
         console.print("interrupted: results so far are kept", style="yellow")
         return 130
     statuses = {result.status for result in results.results}
     if request.find_max_rate:  # a rate that is too high is an answer, not a failure
-        return 0 if "ok" in statuses else 1
+        return 0 if "ok" in statuses and not session.over else 1
     return 0 if statuses == {"ok"} else 1
 
 
@@ -193,7 +202,7 @@ def plan_arrivals(request: RunRequest) -> list[dict[str, Any]]:
             raise UserError(f"--find-max-rate sets the rate itself; leave {used[0]} out (--rate is where it starts)")
         rate = 1.0 if request.rate is None else request.rate
         duration = _PROBE_S if request.duration is None and request.num_requests is None else request.duration
-        return [_bounded({"name": "poisson", "rate": rate}, duration, request.max_concurrency)]
+        return [_bounded({"name": "poisson", "rate": rate, "exact_rate": True}, duration, request.max_concurrency)]
     if len(used) != 1:
         said = " and ".join(used) if used else "nothing"
         raise UserError(
@@ -231,20 +240,14 @@ def _bounded(arrival: dict[str, Any], duration: float | None, max_concurrency: i
 
 
 def _check_traffic(config: CellConfig, arrivals: list[dict[str, Any]]) -> None:
-    """Find what is wrong with the arrivals and the workload before a server is started for them."""
+    """Find what is wrong with the arrivals and the workload, as far as it does not take the model."""
     for arrival in arrivals:
         build_schedule(arrival, 1, config.seed, timestamps_s=[0.0])
     if given := config.client.get("tokenizer"):
         load_tokenizer(str(given))
-    name, path = config.workload.get("name"), config.workload.get("path")
-    if name in ("sharegpt", "sharegpt-like"):
-        # These two may need the model's tokenizer, which is known only once the model is.
-        if isinstance(path, str):
-            open_data(path, where=f"workload {name}")
-    else:
-        workload = build_workload(config.workload, seed=config.seed, tokenizer=None)
-        if config.endpoint == "chat" and len(workload.requests):
-            as_messages(workload.requests[0])
+    first = arrivals[0]
+    workload = sized_workload(config.workload, first)
+    check_traffic(msgspec.structs.replace(config, arrival=first, workload=workload))
 
 
 def _series(session: LoadSession, arrivals: list[dict[str, Any]], console: Console, status: Status | None) -> None:
@@ -252,7 +255,7 @@ def _series(session: LoadSession, arrivals: list[dict[str, Any]], console: Conso
         _say(status, f"sending: {arrival_label(arrival)}")
         result = session.run(arrival, reseed=len(arrivals) > 1)
         print_result(result, console)
-        if session.interrupted or (result.status in ("failed", "unsupported") and result.metrics is None):
+        if session.interrupted or session.over:
             return
 
 
@@ -264,7 +267,7 @@ def _search(session: LoadSession, arrival: dict[str, Any], console: Console, sta
         print_result(result, console)
         return None if session.interrupted else result
 
-    search = find_max_rate(probe, arrival["rate"])
+    search = find_max_rate(probe, arrival["rate"], over=lambda: session.over)
     session.description = search_line(search)
     console.print(render_search(search))
 
@@ -284,7 +287,8 @@ def _say(status: Status | None, text: str) -> None:
     if status is not None:
         status.update(text)
     else:
-        typer.echo(text, err=True)
+        with contextlib.suppress(BrokenPipeError):  # who read it has gone; the run goes on
+            typer.echo(text, err=True)
 
 
 def _show(status: Status | None, progress: Progress) -> None:

@@ -18,6 +18,7 @@ from benchctl.loadgen.records import Cause
 from benchctl.loadgen.stream import AnswerStream
 from benchctl.loadgen.transport import SocketTransport
 
+_EVENT_STREAM = "text/event-stream"
 _MAX_ERROR_BODY = 64 * 1024
 _END_GRACE_S = 1.0
 """How long after `[DONE]` the end of the HTTP message may take before the connection is given up."""
@@ -95,6 +96,7 @@ class Connection(asyncio.Protocol):
         self._framed = False
         self._keep_alive = True
         self._status = 0
+        self._content_type = ""
         self._error_body = bytearray()
         self._grace: asyncio.TimerHandle | None = None
 
@@ -160,6 +162,8 @@ class Connection(asyncio.Protocol):
         name = name.lower()
         if name == b"content-length" or (name == b"transfer-encoding" and b"chunked" in value.lower()):
             self._framed = True
+        elif name == b"content-type":
+            self._content_type = value.decode("latin-1").partition(";")[0].strip().lower()
         elif name == b"retry-after" and self._flight is not None and value.strip().isdigit():
             self._flight.retry_after_s = float(value)
 
@@ -192,6 +196,7 @@ class Connection(asyncio.Protocol):
         self._flight = flight
         self._got_bytes = self._complete = self._framed = False
         self._status = 0
+        self._content_type = ""
         flight.attempts += 1
         self._transport.write(flight.body)
         now_ns = time.monotonic_ns()
@@ -218,8 +223,7 @@ class Connection(asyncio.Protocol):
             flight.end_ns = now_ns
         if answer is not None:
             answer.close(now_ns)
-            cause = answer.cause
-            flight.detail = answer.detail
+            cause, flight.detail = self._judge(answer)
         else:
             cause = Cause.HTTP
             flight.detail = error_message(bytes(self._error_body))
@@ -237,11 +241,17 @@ class Connection(asyncio.Protocol):
             flight.end_ns = now_ns
         if exc is None and not self._framed:
             answer.close(now_ns)  # a body without a length ends with its connection
-        cause, flight.detail = answer.cause, answer.detail
+        cause, flight.detail = self._judge(answer)
         if not answer.done and not cause and (self._framed or exc is not None):
             cause = Cause.TRUNCATED if exc is None else Cause.RESET
             flight.detail = str(exc) if exc else "the connection closed within the answer"
         self._owner.flight_ended(flight, cause, now_ns)
+
+    def _judge(self, answer: AnswerStream) -> tuple[Cause, str]:
+        """How an answer ended, and why: one that is no stream was not cut off."""
+        if answer.cause is Cause.TRUNCATED and not answer.times and self._content_type not in ("", _EVENT_STREAM):
+            return Cause.BAD_STREAM, f"answered with {self._content_type} instead of {_EVENT_STREAM}"
+        return answer.cause, answer.detail
 
     def _drop_after_grace(self) -> None:
         self._grace = None

@@ -10,6 +10,7 @@ from benchctl.loadgen.sweep import SearchResult
 from benchctl.matrix.progress import Progress
 from reports import formatting
 from reports.console import STYLES
+from reports.remarks import shortfalls
 from reports.schema import CellResult, Distribution, LoadMetrics, Throughput
 
 _SHOWN = ("p50", "p90", "p99")
@@ -25,23 +26,27 @@ def render_result(result: CellResult) -> RenderableType:
     metrics = result.metrics
     if metrics is None:
         return text
+    for line in shortfalls(result):
+        text.append(f"\n  {line}", "yellow")
     return Group(text, _counts(metrics), _throughput(metrics), _latency(metrics))
 
 
 def render_search(search: SearchResult) -> RenderableType:
     """The probes of a search in the order of their rates, and what came out."""
-    table = Table("req/s", "meets the SLOs", "", box=None, header_style="dim")
-    table.columns[0].justify = "right"
+    table = Table("req/s", "sent/s", "meets the SLOs", "", box=None, header_style="dim")
+    for column in table.columns[:2]:
+        column.justify = "right"
     for probe in sorted(search.probes, key=lambda probe: probe.rate):
         verdict = Text("yes", "green") if probe.met else Text("no", "red")
-        table.add_row(f"{probe.rate:.4g}", verdict, Text(probe.why, "dim"))
+        table.add_row(f"{probe.rate:.4g}", formatting.significant(probe.sent_rate), verdict, Text(probe.why, "dim"))
     return Group(table, Text(search_line(search), "bold"))
 
 
 def search_line(search: SearchResult) -> str:
     if search.max_rate is None:
         return f"no rate met the SLOs ({search.limited_by})"
-    return f"highest rate that met the SLOs: {search.max_rate:.4g} req/s (beyond it: {search.limited_by})"
+    sent = "" if search.sent_rate is None else f"sent at {search.sent_rate:.4g} req/s; "
+    return f"highest rate that met the SLOs: {search.max_rate:.4g} req/s ({sent}beyond it: {search.limited_by})"
 
 
 def progress_line(progress: Progress) -> Text:

@@ -66,6 +66,6 @@ class LoadOutcome(msgspec.Struct, kw_only=True):
     interrupted: bool
     """Cancelled before its end; the metrics cover what had ended until then."""
     aborted: str | None = None
-    """Why the load gave up before its end (the server does not take connections any more), or None."""
+    """Why the load did not come to its end, or None: the server is gone, a worker died, the disk is full."""
     error_details: dict[str, str] = {}
     """One message of the server or the system per cause of failure."""

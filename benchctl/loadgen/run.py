@@ -16,12 +16,13 @@ import numpy as np
 
 from benchctl.loadgen.assign import Share, split
 from benchctl.loadgen.endpoint import as_messages, parse_endpoint
+from benchctl.loadgen.liveness import why_gone
 from benchctl.loadgen.options import LoadOptions, LoadOutcome, default_workers
 from benchctl.loadgen.process import Cancel, Crashed, Finished, Ready, Start, start_worker
 from benchctl.loadgen.recorder import Report
 from benchctl.loadgen.records import Records, create_records
 from benchctl.matrix.progress import Progress
-from benchctl.metrics import compute_metrics, parse_exclusion, parse_slo
+from benchctl.metrics import Lengths, compute_metrics, parse_exclusion, parse_slo
 from reports.results import explain_os_error
 from server.errors import UserError
 from workloads.arrivals import Schedule
@@ -36,7 +37,7 @@ _MOST_WORKERS = 256
 
 
 class LoadGeneratorError(UserError):
-    """The load generator itself failed; records written until then are kept."""
+    """The load generator itself failed."""
 
     exit_code = 1
 
@@ -49,15 +50,20 @@ def run_load(
     output: Path,
     on_progress: Callable[[Progress], None] | None = None,
     cancel: threading.Event | None = None,
+    forced_lengths: Lengths | None = None,
 ) -> LoadOutcome:
     """Send the workload as the schedule says and measure; raw records go to the file `output`.
 
     Blocks until every answer has ended, or `cancel` is set, or an interrupt: KeyboardInterrupt is raised again after
     the workers have ended and their records are on disk. `on_progress` is called four times a second in this thread.
+    `forced_lengths`: output tokens that each request of the workload is forced to (0: none), to judge the answers by.
+
+    When a worker dies, the disk fills or the server is gone, the outcome's `aborted` says so, and its metrics are those
+    of the records until then.
 
     Raises:
         UserError: nothing to send, a request that the endpoint cannot take, a file that cannot be written.
-        LoadGeneratorError: a worker died or the disk filled; `output` holds the records until then.
+        LoadGeneratorError: a worker died or the disk filled before anything was recorded.
     """
     check_options(options)
     slos = [parse_slo(text) for text in options.slos]
@@ -66,17 +72,28 @@ def run_load(
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
         fleet = _Fleet(options, shares, output, on_progress)
+        broken: LoadGeneratorError | None = None
+        interrupted = False
         try:
             start_ns = fleet.start(workload, schedule)
-            interrupted = fleet.watch(cancel or threading.Event())
+            try:
+                interrupted = fleet.watch(cancel or threading.Event())
+            except LoadGeneratorError as error:
+                broken = error
         finally:
             fleet.close()
     except OSError as error:
         raise UserError(explain_os_error(output, error)) from error
     if fleet.write_error is not None:
-        raise LoadGeneratorError(explain_os_error(output, OSError(*fleet.write_error)))
+        broken = LoadGeneratorError(explain_os_error(output, OSError(*fleet.write_error)))
+    records = Records(output)
+    if broken is not None and len(records.rows) == 0:
+        raise broken
+    aborted = fleet.aborted if broken is None else str(broken)
+    if aborted is None and not interrupted:
+        aborted = why_gone(records.rows, options.url, options.endpoint)
     metrics = compute_metrics(
-        Records(output),
+        records,
         slos=slos,
         warmup=warmup,
         cooldown=cooldown,
@@ -84,12 +101,13 @@ def run_load(
         offered_rate=schedule.offered_rate,
         workers=len(shares),
         start_ns=start_ns,
+        forced_lengths=forced_lengths if options.force_lengths else None,
     )
     return LoadOutcome(
         records=output,
         metrics=metrics,
         interrupted=interrupted,
-        aborted=fleet.aborted,
+        aborted=aborted,
         error_details=fleet.error_details,
     )
 

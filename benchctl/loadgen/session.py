@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import math
 import threading
@@ -59,6 +60,8 @@ class LoadSession:
         self.results: list[CellResult] = []
         self.description = ""
         """What the whole session found; goes into its index."""
+        self.over = False
+        """No further load can be measured: the server is gone, or the load generator failed."""
         self._options = options
         self._on_progress = on_progress
         self._traffic = TrafficFactory(on_read)
@@ -66,6 +69,8 @@ class LoadSession:
         self._lock = OutputLock(output)
         self._server: RunningServer | None = None
         self._problem: TargetError | None = None
+        self._prepared: tuple[CellConfig, Traffic] | None = None
+        self._made_output = False
         self._provenance = collect_provenance()
 
     @property
@@ -74,6 +79,7 @@ class LoadSession:
 
     def __enter__(self) -> LoadSession:
         try:
+            self._made_output = not self.output.exists()
             self.output.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise UserError(explain_os_error(self.output, error)) from error
@@ -86,7 +92,7 @@ class LoadSession:
             if self.config.engine == "url":
                 self.__exit__(None, None, None)
                 raise UserError(error.reason) from error
-            self._problem = error
+            self._problem, self.over = error, True
         except BaseException:
             self.__exit__(None, None, None)
             raise
@@ -101,6 +107,14 @@ class LoadSession:
         finally:
             self._interrupts.__exit__()
             self._lock.__exit__(kind, error, traceback)
+            if self._made_output and not self.results:
+                with contextlib.suppress(OSError):  # a log may be in it
+                    self.output.rmdir()
+
+    def prepare(self, arrival: dict[str, Any], *, reseed: bool = False) -> None:
+        """Make the traffic of the first load, as `run` gets it, before a server is started for it. Raises UserError."""
+        config = self._config_of(arrival, reseed)
+        self._prepared = config, self._traffic.build(config)
 
     def run(self, arrival: dict[str, Any], *, reseed: bool = False) -> CellResult:
         """Replay the workload with this arrival process, and write the result. Raises UserError for bad input.
@@ -108,16 +122,11 @@ class LoadSession:
         `reseed`: with a seed of the arrival's own, as one of several loads on the server must, or it would find the
         prompts of the one before in its prefix cache.
         """
-        seed = self.config.seed
-        config = msgspec.structs.replace(
-            self.config,
-            arrival=arrival,
-            workload=sized_workload(self.config.workload, arrival),
-            seed=traffic_seed(seed, arrival_label(arrival)) if reseed else seed,
-        )
+        config = self._config_of(arrival, reseed)
         parts = [config.engine, config.model, config.mode, config.attention_backend, config.workload.get("name")]
         cell_id = "/".join([*(part for part in parts if part), arrival_label(arrival)])
-        traffic = self._traffic.build(config)
+        prepared, self._prepared = self._prepared, None
+        traffic = prepared[1] if prepared and prepared[0] == config else self._traffic.build(config)
         if self._server is None:
             assert self._problem is not None
             problem = self._problem
@@ -143,6 +152,15 @@ class LoadSession:
         write_index(index, self.output)
         return ResultSet(title="run", results=self.results, index=index)
 
+    def _config_of(self, arrival: dict[str, Any], reseed: bool) -> CellConfig:
+        seed = self.config.seed
+        return msgspec.structs.replace(
+            self.config,
+            arrival=arrival,
+            workload=sized_workload(self.config.workload, arrival),
+            seed=traffic_seed(seed, arrival_label(arrival)) if reseed else seed,
+        )
+
     def _measure(self, cell_id: str, config: CellConfig, traffic: Traffic, server: RunningServer) -> CellResult:
         records = self.output / (result_name(cell_id).removesuffix(".json") + ".records")
         options = msgspec.structs.replace(
@@ -162,12 +180,14 @@ class LoadSession:
                         output=records,
                         on_progress=self._on_progress,
                         cancel=cancel,
+                        forced_lengths=traffic.forced_lengths,
                     )
             except UserError as error:
                 if error.exit_code == UserError.exit_code:
                     raise
                 failure = str(error)
         metrics = outcome.metrics if outcome else None
+        self.over = outcome is None or outcome.aborted is not None or server.exit_code() is not None
         status, reason = verdict(outcome, failure, server.exit_code(), interrupted=self.interrupted)
         short = ran_out(config.arrival, traffic.info.requests, metrics) if metrics else None
         if status == "ok" and short:
@@ -199,7 +219,8 @@ class LoadSession:
 def sized_workload(workload: dict[str, Any], arrival: dict[str, Any]) -> dict[str, Any]:
     """The workload with enough requests for the arrival's duration, where it can have any number and none is stated.
 
-    For a rate: its expectation and six standard deviations. For users: 20 requests a second each, 100,000 at most.
+    For a rate: its expectation and six standard deviations (none for an `exact_rate`). For users: 20 requests a second
+    each, 100,000 at most.
     """
     duration_s = arrival.get("duration_s")
     if "num_requests" in workload or workload.get("name") not in _GENERATED:
@@ -209,6 +230,8 @@ def sized_workload(workload: dict[str, Any], arrival: dict[str, Any]) -> dict[st
     rate, users = arrival.get("rate"), arrival.get("concurrency")
     if isinstance(rate, int | float) and rate > 0:
         expected = rate * duration_s
+        if arrival.get("exact_rate") is True:
+            return {**workload, "num_requests": math.ceil(expected)}
         return {**workload, "num_requests": math.ceil(expected + 6 * math.sqrt(expected) + 16)}
     if isinstance(users, int) and users > 0:
         wanted = math.ceil(users * (1 + _REQUESTS_PER_USER_S * duration_s))

@@ -22,6 +22,8 @@ class Probe(msgspec.Struct, frozen=True):
     """One rate that was tried."""
 
     rate: float
+    sent_rate: float | None
+    """Requests that were sent per second."""
     met: bool
     why: str
     """What it missed by, or its goodput."""
@@ -33,6 +35,11 @@ class SearchResult(msgspec.Struct):
     probes: list[Probe]
     limited_by: str
     """What stopped the search, in words."""
+
+    @property
+    def sent_rate(self) -> float | None:
+        """Requests that were sent per second at `max_rate`."""
+        return next((probe.sent_rate for probe in self.probes if probe.rate == self.max_rate), None)
 
 
 def parse_values(text: str, option: str) -> list[float]:
@@ -56,8 +63,12 @@ def judge(result: CellResult) -> tuple[bool, str]:
     return share >= MIN_SHARE, within(worst)
 
 
-def find_max_rate(run: Callable[[float], CellResult | None], start_rate: float) -> SearchResult:
+def find_max_rate(
+    run: Callable[[float], CellResult | None], start_rate: float, *, over: Callable[[], bool] = lambda: False
+) -> SearchResult:
     """Search the highest rate whose load `judge` accepts; `run` measures one rate (None: stop, it was interrupted).
+
+    `over`: whether no further load can be measured, asked after each.
 
     From `start_rate` the rate doubles until the objectives are missed, or halves until they are met; then the bracket
     is bisected at its geometric mean until its ends are within 5% of each other. Latency need not be monotonic in the
@@ -73,8 +84,9 @@ def find_max_rate(run: Callable[[float], CellResult | None], start_rate: float) 
         if result is None:
             return SearchResult(low, probes, "interrupted")
         met, why = judge(result)
-        probes.append(Probe(rate, met, why))
-        if result.status == "failed" and result.metrics is None:
+        sent_rate = result.metrics.achieved_rate if result.metrics else None
+        probes.append(Probe(rate, sent_rate, met, why))
+        if over():
             return SearchResult(low, probes, why)
         if met:
             low = rate

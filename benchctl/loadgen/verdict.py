@@ -33,11 +33,14 @@ def verdict(
         return "timeout", f"the cell did not end within {late_s:g} s{_left(outcome)}"
     if outcome is None:
         return "failed", failure
-    if outcome.aborted is not None:
-        return "failed", outcome.aborted
     metrics = outcome.metrics
+    failures = f"; {explain_failures(metrics, outcome.error_details)}" if metrics.errors else ""
+    if outcome.aborted is not None:
+        return "failed", f"{outcome.aborted}{failures}"
     if metrics.completed == 0:
         return "failed", f"no request was completed: {explain_failures(metrics, outcome.error_details)}"
+    if metrics.throughput.output_tokens == 0:
+        return "failed", f"{metrics.completed} answers and not one token in any: the server generates nothing{failures}"
     if metrics.client_saturated:
         lag = metrics.client_lag_s.percentiles.get("p99") or 0.0
         return "invalid", (

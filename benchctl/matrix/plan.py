@@ -112,7 +112,7 @@ def traffic_seed(suite_seed: int, traffic: str) -> int:
 def arrival_label(arrival: dict[str, Any]) -> str:
     """A short name of an arrival process: `rate-4`, `concurrency-8`, `burst`, `gamma-rate-4-burstiness-0.5`."""
     name = str(arrival.get("name", "arrival"))
-    details = {key: value for key, value in arrival.items() if key not in ("name", "duration_s")}
+    details = {key: value for key, value in arrival.items() if key not in ("name", "duration_s", "exact_rate")}
     parts = [] if name in ("poisson", "concurrency") else [name]
     for key, value in details.items():
         parts.append(f"{key}-{value:g}" if isinstance(value, int | float) else f"{key}-{_short(value)}")

@@ -33,4 +33,12 @@ def replay_cell(
         slos=tuple(cell.config.slos),
         **cell.config.client,
     )
-    return run_load(options, traffic.workload, traffic.schedule, output=records, on_progress=on_progress, cancel=cancel)
+    return run_load(
+        options,
+        traffic.workload,
+        traffic.schedule,
+        output=records,
+        on_progress=on_progress,
+        cancel=cancel,
+        forced_lengths=traffic.forced_lengths,
+    )

@@ -9,8 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 
+from benchctl.loadgen.endpoint import as_messages
+from benchctl.loadgen.stream import MOST_TOKENS
+from benchctl.matrix.models import comes_from_elsewhere
 from benchctl.matrix.plan import Cell
+from benchctl.metrics import Lengths
 from reports.schema import CellConfig, WorkloadInfo
 from server.config import ModelOptions
 from server.errors import UserError
@@ -18,6 +23,7 @@ from server.models.registry import PRESETS, models_dir, resolve_model
 from workloads import build_workload
 from workloads.arrivals import Schedule, build_schedule
 from workloads.base import OnRead, RequestDigest, Workload, read_requests
+from workloads.files import open_data
 from workloads.token_ids import request_timestamps
 from workloads.tokenizer import TokenizerLike, load_tokenizer
 from workloads.trace import is_export
@@ -32,6 +38,8 @@ class Traffic:
     workload: Workload
     schedule: Schedule
     info: WorkloadInfo
+    forced_lengths: Lengths
+    """Output tokens that each request is forced to; 0: the model may end its answer."""
 
 
 class TrafficFactory:
@@ -42,7 +50,7 @@ class TrafficFactory:
         self._local: dict[str, bool] = {}
         self._tokenizers: dict[str, TokenizerLike | None] = {}
         self._vocab_sizes: dict[str, int | None] = {}
-        self._workloads: dict[bytes, tuple[Workload, WorkloadInfo]] = {}
+        self._workloads: dict[bytes, tuple[Workload, WorkloadInfo, Lengths]] = {}
         self._replayed: set[bytes] = set()
 
     def prepare(self, cells: Sequence[Cell]) -> dict[str, Traffic]:
@@ -57,6 +65,25 @@ class TrafficFactory:
                 raise UserError(f"cell {cell.id}: {error}") from error
         return traffic
 
+    def check(self, cells: Sequence[Cell]) -> None:
+        """What `prepare` would refuse, found without fetching a model. Raises UserError, naming the cell."""
+        checked: set[bytes] = set()
+        for cell in cells:
+            config = cell.config
+            same = (config.engine == "url", config.model, config.workload, config.arrival, config.endpoint, config.seed)
+            key = msgspec.json.encode(same, order="deterministic")
+            if key in checked:
+                continue
+            checked.add(key)
+            self._note_local(config)
+            try:
+                if config.engine != "url" and comes_from_elsewhere(config.model):
+                    check_traffic(config)
+                else:
+                    check_traffic(config, self._tokenizer(config), tokenizer_known=True)
+            except UserError as error:
+                raise UserError(f"cell {cell.id}: {error}") from error
+
     def build(self, config: CellConfig) -> Traffic:
         """Traffic of the next cell; notes when it repeats prompts of one before. Raises UserError."""
         self._note_local(config)
@@ -65,8 +92,9 @@ class TrafficFactory:
         key = msgspec.json.encode((spec, config.seed, tokenizer.name if tokenizer else None), order="deterministic")
         if key not in self._workloads:
             built = build_workload(spec, seed=config.seed, tokenizer=tokenizer)
-            self._workloads[key] = built, describe(built, self._on_read)
-        workload, described = self._workloads[key]
+            self._workloads[key] = built, *describe(built, self._on_read)
+        workload, described, forced_lengths = self._workloads[key]
+        _check_endpoint(config, workload)
         schedule = build_schedule(
             config.arrival,
             len(workload.requests),
@@ -81,7 +109,7 @@ class TrafficFactory:
             info.notes.append("an earlier cell sent these prompts to the same server: its prefix cache may hold them")
         elif replayed is not None:
             self._replayed.add(replayed)
-        return Traffic(workload, schedule, info)
+        return Traffic(workload, schedule, info, forced_lengths)
 
     def _note_local(self, config: CellConfig) -> None:
         """Find out whether the model may be looked up here: an endpoint's own name must not start a download."""
@@ -120,6 +148,44 @@ class TrafficFactory:
         return spec if size is None else {**spec, "vocab_size": size}
 
 
+def check_traffic(config: CellConfig, tokenizer: TokenizerLike | None = None, *, tokenizer_known: bool = False) -> None:
+    """Find what is wrong with a workload and its arrivals, as early as it can be. Raises UserError.
+
+    Before `tokenizer_known` is true, what only the model's tokenizer can tell is left to `TrafficFactory.build`: token
+    ids stand for text, which is costly to make besides, and of ShareGPT data only the file is opened.
+    """
+    build_schedule(config.arrival, 1, config.seed, timestamps_s=[0.0])
+    spec = config.workload
+    by_ids = not tokenizer_known and _makes_text(spec)
+    if by_ids:
+        spec = {**spec, "prompt_format": "ids"}
+    if spec.get("name") == "sharegpt" and not tokenizer_known:
+        if isinstance(path := spec.get("path"), str):
+            open_data(path, where="workload sharegpt")
+        return
+    workload = build_workload(spec, seed=config.seed, tokenizer=tokenizer)
+    if not by_ids:
+        _check_endpoint(config, workload)
+    build_schedule(
+        config.arrival,
+        len(workload.requests),
+        config.seed,
+        timestamps_s=request_timestamps(workload.requests) if config.arrival.get("name") == "trace" else None,
+    )
+
+
+def _check_endpoint(config: CellConfig, workload: Workload) -> None:
+    if config.endpoint == "chat" and len(workload.requests):
+        as_messages(workload.requests[0])
+
+
+def _makes_text(spec: dict[str, Any]) -> bool:
+    """Whether a workload that could as well send token ids is to make up texts."""
+    default = "text" if spec.get("name") == "sharegpt-like" else "ids"
+    able = spec.get("name") in _WITH_TOKEN_IDS and not _sends_an_export(spec)
+    return able and spec.get("prompt_format", default) == "text"
+
+
 def _sends_an_export(spec: dict[str, Any]) -> bool:
     return spec.get("name") == "trace" and is_export(spec)
 
@@ -132,19 +198,22 @@ def _server_and_file(config: CellConfig) -> bytes | None:
     return msgspec.json.encode((server, config.workload), order="deterministic")
 
 
-def describe(workload: Workload, on_read: OnRead | None = None) -> WorkloadInfo:
-    """The part of a result that says what was sent, but when; every request is read once."""
+def describe(workload: Workload, on_read: OnRead | None = None) -> tuple[WorkloadInfo, Lengths]:
+    """The part of a result that says what was sent, but when, and the forced lengths; every request is read once."""
     digest = RequestDigest()
     prompt_tokens: int | None = 0
     output_tokens = 0
     forced = True
-    for request in read_requests(workload.requests, on_read):
+    forced_lengths = np.zeros(len(workload.requests), np.int32)
+    for position, request in enumerate(read_requests(workload.requests, on_read)):
         digest.add(request)
         output_tokens += request.max_tokens
         forced &= request.ignore_eos
+        if request.ignore_eos:
+            forced_lengths[position] = min(request.max_tokens, MOST_TOKENS)
         if prompt_tokens is not None:
             prompt_tokens = None if request.prompt_tokens is None else prompt_tokens + request.prompt_tokens
-    return WorkloadInfo(
+    info = WorkloadInfo(
         name=workload.name,
         digest=digest.hexdigest(),
         requests=len(workload.requests),
@@ -154,3 +223,4 @@ def describe(workload: Workload, on_read: OnRead | None = None) -> WorkloadInfo:
         dropped=workload.dropped,
         notes=workload.notes,
     )
+    return info, forced_lengths

@@ -19,11 +19,13 @@ import pytest
 
 from benchctl.loadgen import run as run_module
 from benchctl.loadgen import worker as worker_module
-from benchctl.loadgen.records import FLUSH_BYTES, Records
+from benchctl.loadgen.liveness import why_gone
+from benchctl.loadgen.records import FLUSH_BYTES, Cause, Records
 from benchctl.loadgen.run import LoadGeneratorError
 from benchctl.mock.script import Failure
 from server.errors import UserError
 from tests.integration.mocking import load, load_here, running_mock, synthetic
+from tests.unit.loadgen.recording import record, write
 from workloads.base import Message, Workload, WorkloadRequest
 
 Handler = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
@@ -150,6 +152,8 @@ def test_failures_of_the_mock_by_cause(tmp_path: Path, failure: Failure, cause: 
         ((b'HTTP/1.1 401 No\r\ncontent-length: 30\r\n\r\n{"error":{"message":"no key"}}',), False, "http 401"),
         ((b"HTTP/1.1 307 Temporary Redirect\r\nlocation: /x\r\ncontent-length: 0\r\n\r\n",), False, "http 307"),
         ((b'HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\n{}',), False, "truncated stream"),
+        ((b'HTTP/1.1 200 OK\r\ncontent-type: text/x\r\ncontent-length: 2\r\n\r\n{}',), False, "bad stream"),
+        ((b'HTTP/1.1 200 OK\r\nContent-Type: text/x; q=1\r\n\r\n{}',), True, "bad stream"),
     ],
 )  # fmt: skip
 def test_answers_of_odd_servers(tmp_path: Path, portions: tuple[bytes, ...], close: bool, cause: str | None) -> None:
@@ -162,6 +166,8 @@ def test_answers_of_odd_servers(tmp_path: Path, portions: tuple[bytes, ...], clo
     assert metrics.completed == (3 if cause is None else 0)
     if cause == "http 401":
         assert outcome.error_details == {"http 401": "no key"}
+    if any(b"text/x" in portion for portion in portions):
+        assert outcome.error_details == {"bad stream": "answered with text/x instead of text/event-stream"}
 
 
 def test_every_cut_of_the_bytes_gives_the_same_answer(tmp_path: Path) -> None:
@@ -214,6 +220,56 @@ def test_a_server_that_is_gone_ends_the_load(tmp_path: Path, monkeypatch: pytest
     assert outcome.aborted is not None
     assert "takes no connections any more: Connection refused" in outcome.aborted
     assert outcome.metrics.failed < 100
+
+
+def test_a_server_that_dies_before_the_end_fails_the_load_at_once(tmp_path: Path) -> None:
+    """The users burn what is left of the workload long before the load would give up by itself."""
+    with contextlib.ExitStack() as stack:
+        mock = stack.enter_context(running_mock(ttft_s=0.02))
+
+        def die(progress: Any) -> None:
+            if progress.completed:
+                stack.close()
+
+        outcome = load(mock.url, synthetic(60, 1), USERS, tmp_path / "r", on_progress=die)
+    assert outcome.aborted == f"{mock.url} takes no connections any more: Connection refused"
+    assert 0 < outcome.metrics.completed < 60
+    assert outcome.metrics.errors["connect error"] > 0
+
+
+def test_a_last_request_that_fails_is_no_death(tmp_path: Path) -> None:
+    with running_mock(failures=(Failure("reset", 4),)) as mock:
+        outcome = load(mock.url, synthetic(12), {"name": "concurrency", "concurrency": 1}, tmp_path / "r")
+    assert (outcome.aborted, outcome.metrics.errors) == (None, {"connection reset": 3})
+
+
+@pytest.mark.parametrize(("status", "gone"), [(b"503 No", True), (b"404 No", False), (b"200 OK", False)])
+def test_a_server_whose_engine_is_dead_is_asked_for_its_health(tmp_path: Path, status: bytes, gone: bool) -> None:
+    async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        head = await reader.readuntil(b"\r\n\r\n")
+        dead = b"HTTP/1.1 500 Dead\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
+        health = b"HTTP/1.1 " + status + b"\r\ncontent-length: 0\r\n\r\n"
+        writer.write(health if head.startswith(b"GET /health ") else dead)
+        await writer.drain()
+
+    with serving(handle) as port:
+        outcome = load(f"http://127.0.0.1:{port}", synthetic(4), USERS, tmp_path / "r")
+    said = f"http://127.0.0.1:{port} is not healthy any more: /health is answered with HTTP 503"
+    assert outcome.aborted == (said if gone else None)
+
+
+@pytest.mark.parametrize(
+    ("refused", "after", "said"),
+    [(5, 0, "took no connection for the last 5 of 45 requests"), (4, 0, None), (5, 1, None)],
+)
+def test_a_server_that_is_back_by_the_end_was_gone_all_the_same(
+    tmp_path: Path, refused: int, after: int, said: str | None
+) -> None:
+    causes = [Cause.OK] * (45 - refused - after) + [Cause.CONNECT] * refused + [Cause.RESET] * after
+    rows = write(tmp_path / "r", [record(n, n, [], cause=cause) for n, cause in enumerate(causes)]).rows
+    with running_mock() as mock:
+        found = why_gone(rows[::-1], mock.url, "completions")
+        assert found == (None if said is None else f"{mock.url} {said}")
 
 
 @pytest.mark.parametrize(
@@ -325,15 +381,12 @@ def test_a_worker_that_dies_is_an_error_and_not_a_hang(tmp_path: Path, monkeypat
 
     with running_mock(ttft_s=0.02) as mock:
         options = LoadOptions(url=mock.url, model="mock", workers=2)
-        with pytest.raises(LoadGeneratorError, match="killed by signal 9"):
-            run_module.run_load(
-                options,
-                synthetic(50_000),
-                build_schedule(USERS, 50_000, 0),
-                output=tmp_path / "r",
-                on_progress=kill_one,
-            )
-    assert len(Records(tmp_path / "r").rows) > 0
+        outcome = run_module.run_load(
+            options, synthetic(50_000), build_schedule(USERS, 50_000, 0), output=tmp_path / "r", on_progress=kill_one
+        )
+    assert "killed by signal 9" in (outcome.aborted or "")
+    assert outcome.metrics.completed > 0
+    assert outcome.metrics.ttft_s.n == outcome.metrics.completed
     for pid in started:
         with pytest.raises(ProcessLookupError):
             os.kill(pid, 0)
@@ -344,12 +397,28 @@ def test_a_disk_that_fills_in_the_middle_keeps_what_was_written(tmp_path: Path) 
     limit = 3 * FLUSH_BYTES
     resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
     try:
-        with running_mock() as mock, pytest.raises(LoadGeneratorError, match="File too large"):
-            load(mock.url, synthetic(50_000, 40), USERS, tmp_path / "r")
+        with running_mock() as mock:
+            outcome = load(mock.url, synthetic(50_000, 40), USERS, tmp_path / "r")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    assert len(Records(tmp_path / "r").rows) > 10
+    assert "File too large" in (outcome.aborted or "")
+    assert outcome.metrics.completed > 10
     assert (tmp_path / "r").stat().st_size <= limit
+
+
+def test_nothing_is_reported_of_a_load_that_broke_before_its_first_answer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real_start = run_module.start_worker
+
+    def start(*arguments: Any) -> Any:
+        worker, pipe = real_start(*arguments)
+        worker.kill()
+        return worker, pipe
+
+    monkeypatch.setattr(run_module, "start_worker", start)
+    with running_mock() as mock, pytest.raises(LoadGeneratorError, match="killed by signal 9"):
+        load(mock.url, synthetic(10), USERS, tmp_path / "r")
 
 
 def test_a_full_disk_ends_the_load_with_its_reason(tmp_path: Path) -> None:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import os
 import signal
 import subprocess
 import sys
+import threading
 import time
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +26,7 @@ from reports.directory import load_results
 from reports.results import read_index
 from server.errors import UserError
 from tests.integration.mocking import running_mock
+from tests.integration.test_loadgen_failures import serving
 from tests.unit.reports.published_schema import assert_published
 
 SMALL = ["-n", "12", "--set", "input_len=4", "--set", "output_len=4", "--workers", "1"]
@@ -103,6 +108,148 @@ def test_the_tokenizer_of_a_run_counts_its_prompts_too(tmp_path: Path) -> None:
     assert cell.workload.prompt_tokens_total == 5
 
 
+def make_tokenizer(folder: Path) -> None:
+    from tests.unit.workloads.conftest import byte_level_bpe
+
+    byte_level_bpe().save(str(folder / "tokenizer.json"))
+
+
+@pytest.mark.parametrize(
+    ("workload", "endpoint"),
+    [
+        ("synthetic:input_len=16,output_len=3,num_requests=5,prompt_format=text", "completions"),
+        ("synthetic:input_len=16,output_len=3,num_requests=5,prompt_format=text", "chat"),
+        ("trace:path=FOLDER/azure.csv,prompt_format=text", "completions"),
+        ("sharegpt-like:num_requests=5,length_scale=0.1", "chat"),
+    ],
+)
+def test_prompts_are_sent_as_text_with_a_tokenizer(tmp_path: Path, workload: str, endpoint: str) -> None:
+    make_tokenizer(tmp_path)
+    rows = "".join(f"2023-11-16 18:15:46.{n}000000,16,3\n" for n in range(5))
+    (tmp_path / "azure.csv").write_text(f"TIMESTAMP,ContextTokens,GeneratedTokens\n{rows}")
+    argv = ("--rate", "100", "-w", workload.replace("FOLDER", str(tmp_path)), "--workers", "1", "--endpoint", endpoint)
+    with running_mock() as mock:
+        result = run("--url", mock.url, *argv, "--tokenizer", str(tmp_path), output=tmp_path / "out")
+    assert result.exit_code == 0, result.output
+    (cell,) = load_results(tmp_path / "out").results
+    assert cell.metrics is not None
+    assert cell.metrics.completed == 5
+    assert cell.workload is not None
+    assert cell.workload.prompt_tokens_total is not None
+    if not workload.startswith("sharegpt-like"):
+        assert cell.workload.prompt_tokens_total == 5 * 16
+
+
+@pytest.mark.parametrize(
+    ("workload", "words"),
+    [
+        ("synthetic:prompt_format=text", "give --tokenizer"),
+        ("synthetic:prompt_format=text,nonsense=1", "unknown key `nonsense`"),
+        ("sharegpt:path=FILE", "give --tokenizer"),
+    ],
+)
+def test_text_that_the_served_model_cannot_count_starts_no_server(tmp_path: Path, workload: str, words: str) -> None:
+    file = tmp_path / "chats.json"
+    file.write_text("[]")
+    argv = ("--serve", "tiny", "--rate", "1", "-w", workload.replace("FILE", str(file)))
+    assert words in bad_input(*argv, "--output", str(tmp_path / "out"))
+    assert not (tmp_path / "out").exists(), "a server would have its log there"
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        ("--concurrency", "2"),
+        ("--rate", "100"),
+        ("--sweep-concurrency", "2,3"),
+        ("--find-max-rate", "--rate", "100", "--slo", "ttft:60s"),
+    ],
+)
+def test_an_endpoint_that_dies_before_the_end_fails_the_run(tmp_path: Path, how: tuple[str, ...]) -> None:
+    with contextlib.ExitStack() as stack:
+        mock = stack.enter_context(running_mock(ttft_s=0.01))
+
+        def die() -> None:
+            while mock.requests < 20:
+                time.sleep(0.01)
+            stack.close()
+
+        killer = threading.Thread(target=die)
+        killer.start()
+        result = run("--url", mock.url, *how, "-n", "60", *SMALL[2:], output=tmp_path)
+        killer.join()
+    assert result.exit_code == 1, result.output
+    (cell,) = load_results(tmp_path).results
+    assert cell.status == "failed"
+    assert "takes no connections any more: Connection refused; " in (cell.reason or "")
+    assert cell.metrics is not None
+    assert 0 < cell.metrics.completed < 60
+    assert (tmp_path / "report.html").is_file()
+
+
+def saying(*events: str) -> Callable[..., Awaitable[None]]:
+    """A server that streams these events to every request for an answer, and has nothing else."""
+
+    async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            head = await reader.readuntil(b"\r\n\r\n")
+        except asyncio.IncompleteReadError:
+            return  # a connection that was opened ahead
+        body = "".join(f"data: {event}\n\n" for event in events)
+        answer = f"200 OK\r\ncontent-type: text/event-stream\r\nconnection: close\r\n\r\n{body}"
+        if head.startswith(b"GET"):
+            answer = "404 Not Found\r\ncontent-length: 0\r\n\r\n"
+        writer.write(f"HTTP/1.1 {answer}".encode())
+        await writer.drain()
+
+    return handle
+
+
+def test_answers_without_a_single_token_fail_the_run(tmp_path: Path) -> None:
+    with serving(saying("[DONE]")) as port:
+        argv = ("--url", f"http://127.0.0.1:{port}", "--model", "m", "--concurrency", "2", *SMALL)
+        result = run(*argv, output=tmp_path)
+    assert result.exit_code == 1, result.output
+    (cell,) = load_results(tmp_path).results
+    assert (cell.status, cell.reason) == (
+        "failed",
+        "12 answers and not one token in any: the server generates nothing",
+    )
+
+
+def test_answers_that_are_too_short_are_said_where_a_person_looks(tmp_path: Path) -> None:
+    with serving(saying('{"choices":[{"index":0,"text":"a"}]}', "[DONE]")) as port:
+        argv = ("--url", f"http://127.0.0.1:{port}", "--model", "m", "--concurrency", "2", *SMALL)
+        result = run(*argv, output=tmp_path)
+    assert result.exit_code == 0, result.output
+    said = "answers hold 12 output tokens instead of the 48 that were forced (12 shorter of 12)"
+    assert said in " ".join(result.output.split())
+    assert said in (tmp_path / "report.md").read_text().replace("\\", "")
+
+
+@pytest.mark.parametrize("how", [("--concurrency", "2"), ("--sweep-concurrency", "1,2")])
+def test_a_reader_that_goes_costs_no_report(tmp_path: Path, how: tuple[str, ...]) -> None:
+    with running_mock() as mock:
+        argv = [sys.executable, "-m", "benchctl", "run", "--url", mock.url, *how, *SMALL, "-o", str(tmp_path)]
+        with subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as process:
+            assert process.stdout is not None
+            process.stdout.close()
+            assert process.wait(timeout=120) in (0, 1)
+    assert len(load_results(tmp_path).results) == (2 if how[0] == "--sweep-concurrency" else 1)
+    for name in ("report.html", "report.md", "report.csv"):
+        assert (tmp_path / name).is_file()
+
+
+def test_reports_are_there_when_standard_output_is_full(tmp_path: Path) -> None:
+    if not Path("/dev/full").exists():
+        pytest.skip("no /dev/full here")
+    with running_mock() as mock, open("/dev/full", "w") as full:
+        argv = [sys.executable, "-m", "benchctl", "run", "--url", mock.url, "--rate", "99", *SMALL, "-o", str(tmp_path)]
+        done = subprocess.run(argv, stdout=full, stderr=subprocess.PIPE, text=True, timeout=120, check=False)
+    assert done.returncode == 2, done.stderr
+    assert (tmp_path / "report.html").is_file()
+
+
 def test_two_runs_cannot_mix_their_records(tmp_path: Path) -> None:
     with running_mock() as mock, OutputLock(tmp_path):
         result = run("--url", mock.url, "--concurrency", "1", *SMALL, output=tmp_path)
@@ -143,6 +290,10 @@ def test_the_search_finds_where_the_objective_breaks(tmp_path: Path, monkeypatch
     rates = [cell.config.arrival["rate"] for cell in results]
     assert len({cell.workload.digest for cell in results if cell.workload}) == len(results)
     assert rates[:2] == [4.0, 8.0]
+    for cell in results:
+        assert cell.metrics is not None
+        assert cell.metrics.offered_rate == pytest.approx(cell.config.arrival["rate"])
+    assert "(sent at " in description
     assert max(rates) > found
 
 
@@ -258,6 +409,7 @@ URL = ("--url", "http://127.0.0.1:9")
 )
 def test_bad_input_is_one_line(tmp_path: Path, argv: tuple[str, ...], words: str) -> None:
     assert words in bad_input(*argv, "--output", str(tmp_path / "out"))
+    assert not (tmp_path / "out").exists()
 
 
 def test_an_output_that_is_a_file_is_named(tmp_path: Path) -> None:

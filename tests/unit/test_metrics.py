@@ -307,3 +307,26 @@ def test_distributions_leave_nan_out() -> None:
     found = distribution(np.array([1.0, np.nan, 3.0]), "none")
     assert (found.n, found.mean, found.percentiles["p50"]) == (2, 2.0, 2.0)
     assert distribution([np.nan], "none").reason == "none"
+
+
+def test_answers_are_held_against_their_forced_lengths(compute: Any) -> None:
+    forced = np.array([3, 3, 0, 2, 3], np.int32)
+    records = [
+        record(0, 0, [10, 20, 30]),
+        record(1, 0, [10]),
+        record(2, 0, [10]),
+        record(3, 0, [10, 20, 30]),
+        record(4, 0, [10], cause=Cause.RESET),
+    ]
+    metrics = compute(records, forced_lengths=forced)
+    assert (metrics.forced_output_tokens, metrics.throughput.output_tokens) == (3 + 3 + 1 + 2, 8)
+    assert (metrics.shorter_answers, metrics.longer_answers) == (1, 1)
+    assert compute(records).forced_output_tokens is None
+    assert compute(records, forced_lengths=np.zeros(5, np.int32)).forced_output_tokens is None
+
+
+def test_counts_that_are_not_the_servers_may_be_a_tenth_off(compute: Any) -> None:
+    forced = np.array([20, 20, 20], np.int32)
+    records = [record(n, 0, [10], output=count, source=TokenSource.EVENTS) for n, count in enumerate((18, 17, 22))]
+    metrics = compute(records, forced_lengths=forced)
+    assert (metrics.shorter_answers, metrics.longer_answers) == (1, 0)

@@ -73,10 +73,11 @@ def test_every_prompt_is_made_once_to_say_what_a_workload_holds() -> None:
     plain = build_workload({"name": "synthetic", "num_requests": 7, "input_len": 5}, seed=3, tokenizer=None)
     counting = _Counting(list(plain.requests))
     workload: Workload = msgspec.structs.replace(plain, requests=counting)
-    info = describe(workload)
+    info, forced_lengths = describe(workload)
     assert counting.reads == 1
     assert (info.digest, info.requests, info.forced_lengths) == (plain.digest, 7, True)
     assert (info.prompt_tokens_total, info.output_tokens_requested) == (35, 7 * 128)
+    assert forced_lengths.tolist() == [128] * 7
     assert summarise(workload, None, samples=0).digest == plain.digest
     assert counting.reads == 2
 
@@ -84,8 +85,9 @@ def test_every_prompt_is_made_once_to_say_what_a_workload_holds() -> None:
 def test_totals_of_what_was_not_counted_are_not_known() -> None:
     requests = [WorkloadRequest(index=i, prompt="x", prompt_tokens=n, max_tokens=2) for i, n in enumerate((4, None, 5))]
     requests[0].ignore_eos = False
-    info = describe(Workload(name="w", parameters={}, seed=0, requests=requests))
+    info, forced_lengths = describe(Workload(name="w", parameters={}, seed=0, requests=requests))
     assert (info.prompt_tokens_total, info.output_tokens_requested, info.forced_lengths) == (None, 6, False)
+    assert forced_lengths.tolist() == [0, 2, 2]
 
 
 def test_a_reader_is_told_at_the_start_now_and_then_and_at_the_end() -> None:

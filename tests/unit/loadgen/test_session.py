@@ -10,6 +10,7 @@ import pytest
 from benchctl.loadgen.options import LoadOutcome
 from benchctl.loadgen.session import sized_workload
 from benchctl.loadgen.verdict import ran_out, verdict
+from reports.schema import Throughput
 from tests.unit.reports import samples
 
 
@@ -32,6 +33,11 @@ def outcome(**changes: Any) -> LoadOutcome:
         (outcome(), None, 1, False, "failed", "exited with status 1"),
         (None, "the disk is full", None, False, "failed", "the disk is full"),
         (outcome(aborted="takes no connections"), None, None, False, "failed", "takes no connections"),
+        (
+            outcome(aborted="it is gone", failed=2, errors={"connect error": 2}),
+            *(None, None, False, "failed", "it is gone; 2 × connect error"),
+        ),
+        (outcome(throughput=Throughput(output_tokens=0)), None, None, False, "failed", "not one token in any"),
         (outcome(completed=0, errors={}), None, None, False, "failed", "none was sent"),
         (outcome(client_saturated=True, client_lag_bound_s=0.005), None, None, False, "invalid", "above 5.0 ms"),
         (
@@ -60,6 +66,7 @@ def test_requests_enough_for_a_rate_and_a_duration() -> None:
     poisson = {"name": "poisson", "rate": 10.0, "duration_s": 30.0}
     assert sized_workload({"name": "synthetic"}, poisson)["num_requests"] == 300 + 104 + 16
     assert sized_workload({"name": "synthetic", "num_requests": 5}, poisson)["num_requests"] == 5
+    assert sized_workload({"name": "synthetic"}, {**poisson, "exact_rate": True})["num_requests"] == 300
     assert "num_requests" not in sized_workload({"name": "custom"}, poisson)
     assert "num_requests" not in sized_workload({"name": "synthetic"}, {"name": "concurrency", "concurrency": 2})
     users = {"name": "concurrency", "concurrency": 4, "duration_s": 10.0}

@@ -68,8 +68,22 @@ def test_an_interrupt_ends_the_search_with_what_it_has() -> None:
 def test_a_server_that_does_not_start_ends_the_search() -> None:
     broken = result(1.0, "failed")
     broken.metrics, broken.reason = None, "no device"
-    found = find_max_rate(lambda rate: broken, 1.0)
+    found = find_max_rate(lambda rate: broken, 1.0, over=lambda: True)
     assert (found.max_rate, found.limited_by, len(found.probes)) == (None, "no device", 1)
+
+
+def test_a_server_that_dies_ends_the_search_with_what_it_has() -> None:
+    gone = result(0.0, "failed")
+    gone.reason = "takes no connections any more"
+    seen: list[float] = []
+
+    def run(rate: float) -> CellResult:
+        seen.append(rate)
+        return result(1.0) if len(seen) < 3 else gone
+
+    found = find_max_rate(run, 1.0, over=lambda: len(seen) == 3)
+    assert (found.max_rate, found.limited_by, len(found.probes)) == (2.0, "takes no connections any more", 3)
+    assert found.sent_rate == pytest.approx(2 * 0.998), "that of the sample"
 
 
 def test_a_run_that_cannot_be_trusted_does_not_pass() -> None:

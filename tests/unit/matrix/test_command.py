@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from pathlib import Path
 from typing import Any
 
@@ -73,6 +74,51 @@ def test_bad_input_ends_before_anything_is_made(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="input_len"):
         matrix(suite=write(tmp_path, MINIMAL), output=tmp_path / "out", assignments=["loads.0.workload.input_len=-1"])
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("assignment", "message"),
+    [
+        ("loads.0.workload.foo=1", "unknown key `foo`"),
+        ("loads.0.workload.input_len=-3", "input_len"),
+        ('loads.0.arrivals=[{name="poisson", rate=0}]', "rate must be a number above 0"),
+        ("loads.0.workload={name='synthetic', prompt_format='text'}", "prompt_format=text counts tokens"),
+        ("loads.0.workload={name='sharegpt', path='/not/there'}", "its filter counts tokens"),
+        ("loads.0.endpoint=chat", "token ids cannot go to the chat endpoint"),
+        ('loads.0.arrivals=[{name="trace"}]', "the workload has no timestamps"),
+        ("server.max_model_len=9999", "model 'tiny' takes 1 to 4096"),
+        ('models=["tyni"]', "model 'tyni': neither a folder"),
+    ],
+)
+@pytest.mark.parametrize("plan_only", [True, False])
+def test_a_plan_refuses_what_a_run_does(tmp_path: Path, assignment: str, message: str, plan_only: bool) -> None:
+    with pytest.raises(UserError, match=message):
+        matrix(suite=write(tmp_path, MINIMAL), output=tmp_path / "out", assignments=[assignment], plan_only=plan_only)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("workload", ["{name='sharegpt-like'}", "{name='synthetic', prompt_format='text'}"])
+def test_a_plan_needs_no_model_that_would_be_fetched(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], workload: str
+) -> None:
+    monkeypatch.setenv("BENCHCTL_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr("huggingface_hub.snapshot_download", None)
+    chosen = ['models=["smollm2-135m", "org/name"]', f"loads.0.workload={workload}", "loads.0.workload.num_requests=2"]
+    matrix(suite=write(tmp_path, MINIMAL), plan_only=True, assignments=chosen)
+    assert len(capsys.readouterr().out.splitlines()) == 8
+    with pytest.raises(UserError, match="unknown key"):
+        matrix(suite=write(tmp_path, MINIMAL), plan_only=True, assignments=[*chosen, "loads.0.workload.foo=1"])
+
+
+def test_reports_are_written_before_anything_is_printed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_room(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(FakeRunner, "statuses", ("ok",))
+    monkeypatch.setattr("reports.console.print_report", no_room)
+    with pytest.raises(OSError, match="No space"):
+        run(tmp_path, monkeypatch)
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {"report.html", "report.md", "report.csv"}
 
 
 def test_suites_and_plans_are_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -193,14 +193,34 @@ def test_long_remarks_stay_indented_on_a_narrow_screen() -> None:
 def test_answers_shorter_than_forced_are_said() -> None:
     cell = samples.cell("eager", "TORCH_SDPA", 2.0)
     assert cell.metrics is not None
-    assert cell.workload is not None
-    cell.workload.requests = cell.metrics.completed
-    cell.metrics.throughput.output_tokens = cell.workload.output_tokens_requested
-    assert "ignore_eos" not in render_markdown(only(cell))
-    cell.metrics.throughput.output_tokens = 1234
-    assert "answers hold 1,234 output tokens instead of the 64,000 that were forced" in render_markdown(only(cell))
-    cell.config.client = {"force_lengths": False}
-    assert "ignore_eos" not in render_markdown(only(cell))
+
+    def shown() -> str:
+        return render_markdown(only(cell)).replace("\\", "")
+
+    cell.metrics.throughput.output_tokens = cell.metrics.forced_output_tokens = 64_000
+    assert "were forced" not in shown()
+    cell.metrics.throughput.output_tokens, cell.metrics.shorter_answers = 1234, 390
+    cell.metrics.completed, cell.metrics.failed = 399, 1
+    said = "answers hold 1,234 output tokens instead of the 64,000 that were forced (390 shorter of 399): "
+    assert f"{said}the server does not keep to ignore_eos" in shown()
+    cell.metrics.output_token_source = "events"
+    assert "ignore_eos, or counts that are not its own mislead" in shown()
+    cell.metrics.shorter_answers, cell.metrics.longer_answers = 0, 2
+    assert "(2 longer of 399): the server does not keep to max_tokens" in shown()
+
+
+@pytest.mark.parametrize("name", ["md", "html", "console"])
+def test_answers_without_a_token_are_said(name: str) -> None:
+    cell = samples.cell("eager", "TORCH_SDPA", 2.0)
+    assert cell.metrics is not None
+    cell.metrics.completed = cell.metrics.ttft_s.n
+
+    def shown() -> str:
+        return " ".join((_printed(only(cell)) if name == "console" else FORMATS[name](only(cell))).split())
+
+    assert "without any text" not in shown()
+    cell.metrics.ttft_s.n -= 7
+    assert f"7 of {cell.metrics.completed} completed answers came without any text or token" in shown()
 
 
 @pytest.mark.parametrize("name", ["md", "html", "console"])
