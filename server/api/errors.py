@@ -72,6 +72,16 @@ def prompt_too_long(limit: int, prompt_tokens: str, where: str, param: str) -> A
     return invalid(message, param, "context_length_exceeded")
 
 
+def text_too_long(characters: int, limit: int, where: str) -> ApiError:
+    """400 for a text that is not worth the time of tokenizing it."""
+    return invalid(
+        f"Your {where} resulted in a text of {characters} characters; this server tokenizes at most {limit} at once. "
+        f"Please reduce the length of the {where}.",
+        where,
+        "context_length_exceeded",
+    )
+
+
 def model_not_found(model: str) -> ApiError:
     return ApiError(404, f"The model `{model}` does not exist.", param="model", code="model_not_found")
 
@@ -82,6 +92,16 @@ def overloaded() -> ApiError:
         "The server's queue is full; retry later.",
         type="rate_limit_error",
         code="rate_limit_exceeded",
+        headers={"Retry-After": str(_RETRY_AFTER_S)},
+    )
+
+
+def too_much_received(total: int) -> ApiError:
+    return ApiError(
+        503,
+        f"The server holds as much of large requests as it can ({total >> 20} MiB together); retry later.",
+        type="service_unavailable",
+        code="overloaded",
         headers={"Retry-After": str(_RETRY_AFTER_S)},
     )
 

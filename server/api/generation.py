@@ -13,6 +13,9 @@ from server.api.validation import StopConditions
 from server.ipc.engine_to_api import RequestOutput, TokenLogprobs
 from server.sampling_params import SamplingParams
 
+INLINE_POSITIONS = 256
+"""Positions with log-probabilities that are written in the event loop: a few milliseconds with 20 at each."""
+
 
 @dataclass(slots=True)
 class Prompt:
@@ -45,6 +48,11 @@ class Delta:
         self.prompt_logprobs = prompt_logprobs
         self.finish_reason = finish_reason
         self.stop_reason = stop_reason
+
+    @property
+    def num_positions(self) -> int:
+        """Positions with log-probabilities."""
+        return len(self.logprobs) + len(self.prompt_logprobs or ())
 
 
 class Sequence:
@@ -207,6 +215,10 @@ class Sequence:
     def num_untaken_tokens(self) -> int:
         return len(self._token_ids)
 
+    @property
+    def num_untaken_positions(self) -> int:
+        return len(self._logprobs) + len(self._prompt_logprobs or ())
+
 
 class Generation:
     """The sequences of one HTTP request and the handler that waits for them."""
@@ -270,6 +282,11 @@ class Generation:
         changed = self.changed
         self.changed = []
         return [sequence.take() for sequence in changed]
+
+    @property
+    def num_untaken_positions(self) -> int:
+        """Positions with log-probabilities of what is new now."""
+        return sum(sequence.num_untaken_positions for sequence in self.changed)
 
     @property
     def num_completion_tokens(self) -> int:

@@ -9,8 +9,8 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from server.api.body import decode_json, json_response, read_body
-from server.api.chunks import EventWriter, usage_of
+from server.api.body import decode_json, read_body
+from server.api.chunks import EventWriter
 from server.api.errors import invalid, prompt_too_long
 from server.api.generation import Delta, Prompt
 from server.api.logprobs import chat_logprobs
@@ -28,35 +28,43 @@ from server.api.responses import (
 from server.api.serving import Job, check_request, check_room, now_ns, prepare, run_stream, run_whole
 from server.api.sse import EventStream
 from server.api.state import ApiState, state_of
+from server.api.validation import check_text
 
 _DECODER = msgspec.json.Decoder(ChatCompletionRequest)
 
 
 async def chat_completions(http: Request) -> Response | EventStream:
     state = state_of(http)
+    job, format, writer = await _read_request(http, state)
+    return await run_whole(job, state, http, format) if writer is None else run_stream(job, state, writer)
+
+
+async def _read_request(http: Request, state: ApiState) -> tuple[Job, ChatFormat, EventWriter | None]:
+    """The request, prepared; the writer of its stream, None when it asks for a whole answer. Raises ApiError."""
     arrival_ns = now_ns()
-    body = await read_body(http, state.config.api.max_body_bytes)
-    await state.intake.turn()
-    request = decode_json(body, _DECODER)
-    wishes = check_request(request, state)
-    _check_unsupported(request)
-    check_room(wishes, 1, state)
-    continued = bool(request.continue_final_message)
-    token_ids = await render_and_tokenize(
-        state,
-        request.messages,
-        tools=request.tools,
-        add_generation_prompt=request.add_generation_prompt,
-        continue_final_message=continued,
-        chat_template_kwargs=request.chat_template_kwargs,
-        add_special_tokens=bool(request.add_special_tokens),
-    )
-    prompts = [Prompt(token_ids)]
-    job = prepare(request, wishes, prompts, state, "chatcmpl", arrival_ns)
+    with state.lease() as lease:
+        body = await read_body(http, state.config.api.max_body_bytes, lease)
+        await state.intake.turn()
+        await lease.decode(len(body))
+        request = decode_json(body, _DECODER, lease)
+        del body
+        wishes = check_request(request, state)
+        _check_unsupported(request)
+        check_room(wishes, 1, state)
+        token_ids = await render_and_tokenize(
+            state,
+            request.messages,
+            tools=request.tools,
+            add_generation_prompt=request.add_generation_prompt,
+            continue_final_message=bool(request.continue_final_message),
+            chat_template_kwargs=request.chat_template_kwargs,
+            add_special_tokens=bool(request.add_special_tokens),
+        )
+        prompts = [Prompt(token_ids)]
+        job = prepare(request, wishes, prompts, state, "chatcmpl", arrival_ns)
     format = ChatFormat(request, job, state)
     if not request.stream:
-        deltas = await run_whole(job, state, http)
-        return json_response(format.response(deltas, usage_of(job.generation, prompts)))
+        return job, format, None
     options = request.stream_options
     writer = EventWriter(
         format,
@@ -65,7 +73,7 @@ async def chat_completions(http: Request) -> Response | EventStream:
         include_usage=bool(options and options.include_usage),
         continuous_usage=bool(options and options.continuous_usage_stats),
     )
-    return run_stream(job, state, writer)
+    return job, format, writer
 
 
 def _check_unsupported(request: ChatCompletionRequest) -> None:
@@ -102,6 +110,7 @@ async def render_and_tokenize(
     )
     if (least := state.tokenizer.min_tokens(text)) >= limit:
         raise prompt_too_long(limit, f"at least {least}", "messages", "messages")
+    check_text(text, state.limits, "messages")
     [token_ids] = await state.tokenizer.encode_all([text], add_special_tokens=add_special_tokens)
     if not token_ids:
         raise invalid("The chat template made an empty prompt of the messages.", "messages")
@@ -151,18 +160,17 @@ class ChatFormat:
         chunks.append(self._chunk([choice], usage))
         return chunks
 
-    def response(self, deltas: list[Delta], usage: Usage) -> ChatCompletionResponse:
-        choices = [
-            ChatChoice(
-                delta.index,
-                AssistantMessage("assistant", delta.text),
-                self._logprobs(delta),
-                delta.finish_reason,
-                delta.stop_reason,
-                delta.token_ids if self._return_token_ids else msgspec.UNSET,
-            )
-            for delta in deltas
-        ]
+    def choice(self, delta: Delta) -> ChatChoice:
+        return ChatChoice(
+            delta.index,
+            AssistantMessage("assistant", delta.text),
+            self._logprobs(delta),
+            delta.finish_reason,
+            delta.stop_reason,
+            delta.token_ids if self._return_token_ids else msgspec.UNSET,
+        )
+
+    def response(self, choices: list[ChatChoice], usage: Usage) -> ChatCompletionResponse:
         return ChatCompletionResponse(
             self._id,
             "chat.completion",

@@ -9,8 +9,8 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from server.api.body import decode_json, json_response, read_body
-from server.api.chunks import EventWriter, usage_of
+from server.api.body import MAX_VALUES, decode_json, read_body
+from server.api.chunks import EventWriter
 from server.api.errors import ApiError, invalid, prompt_too_long
 from server.api.generation import Delta, Prompt
 from server.api.logprobs import completion_logprobs
@@ -20,33 +20,43 @@ from server.api.serving import Job, check_request, check_room, now_ns, prepare, 
 from server.api.sse import EventStream
 from server.api.state import ApiState, state_of
 from server.api.tokenizer import Tokenizer
-from server.api.validation import are_integers, check_token_ids
+from server.api.validation import are_integers, check_text, check_token_ids
 
 MAX_PROMPTS = 2048
 """OpenAI's bound on a list of prompts."""
+MAX_PROMPT_IDS = 1 << 20
+"""Token ids of one request, all prompts together (more only for a longer context): some 100 ms on the event loop."""
 _DECODER = msgspec.json.Decoder(CompletionRequest)
 
 
 async def completions(http: Request) -> Response | EventStream:
     state = state_of(http)
+    job, format, writer = await _read_request(http, state)
+    return await run_whole(job, state, http, format) if writer is None else run_stream(job, state, writer)
+
+
+async def _read_request(http: Request, state: ApiState) -> tuple[Job, CompletionFormat, EventWriter | None]:
+    """The request, prepared; the writer of its stream, None when it asks for a whole answer. Raises ApiError."""
     arrival_ns = now_ns()
-    body = await read_body(http, state.config.api.max_body_bytes)
-    await state.intake.turn()
-    request = decode_json(body, _DECODER)
-    wishes = check_request(request, state)
-    if request.best_of is not None and request.best_of != (request.n or 1):
-        raise invalid("`best_of` other than `n` is not supported.", "best_of")
-    if request.suffix:
-        raise invalid("`suffix` is not supported.", "suffix")
-    texts, id_lists = split_prompts(request)
-    check_room(wishes, len(texts) + len(id_lists), state)
-    prompts = await read_prompts(request, texts, id_lists, state)
-    job = prepare(request, wishes, prompts, state, "cmpl", arrival_ns)
+    with state.lease() as lease:
+        body = await read_body(http, state.config.api.max_body_bytes, lease)
+        await state.intake.turn()
+        await lease.decode(len(body))
+        # Beside the prompts there is little that a request can hold.
+        request = decode_json(body, _DECODER, lease, max(MAX_PROMPT_IDS, state.limits.max_model_len + MAX_VALUES))
+        del body
+        wishes = check_request(request, state)
+        if request.best_of is not None and request.best_of != (request.n or 1):
+            raise invalid("`best_of` other than `n` is not supported.", "best_of")
+        if request.suffix:
+            raise invalid("`suffix` is not supported.", "suffix")
+        texts, id_lists = split_prompts(request)
+        check_room(wishes, len(texts) + len(id_lists), state)
+        prompts = await read_prompts(request, texts, id_lists, state)
+        job = prepare(request, wishes, prompts, state, "cmpl", arrival_ns)
     format = CompletionFormat(request, job, state)
     if not request.stream:
-        deltas = await run_whole(job, state, http)
-        choices = [format.choice(delta) for delta in deltas]
-        return json_response(format.response(choices, usage_of(job.generation, prompts)))
+        return job, format, None
     options = request.stream_options
     writer = EventWriter(
         format,
@@ -55,7 +65,7 @@ async def completions(http: Request) -> Response | EventStream:
         include_usage=bool(options and options.include_usage),
         continuous_usage=bool(options and options.continuous_usage_stats),
     )
-    return run_stream(job, state, writer)
+    return job, format, writer
 
 
 def _mixed() -> ApiError:
@@ -103,6 +113,7 @@ async def _tokenize(request: CompletionRequest, texts: list[str], state: ApiStat
         # A text of megabytes that cannot fit is not worth seconds of tokenizing.
         if (least := state.tokenizer.min_tokens(text)) >= limit:
             raise prompt_too_long(limit, f"at least {least}", "prompt", "prompt")
+        check_text(text, state.limits, "prompt")
     add_special_tokens = request.add_special_tokens is not False
     id_lists = await state.tokenizer.encode_all(texts, add_special_tokens=add_special_tokens)
     if not all(id_lists):

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
 import secrets
 import time
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 import msgspec
 from starlette.requests import Request
+from starlette.responses import Response
 
-from server.api.chunks import EventWriter
+from server.api.body import json_response, raw_json_response
+from server.api.chunks import EventWriter, encode, usage_of
 from server.api.errors import ApiError, invalid
 from server.api.exchange import Exchange
-from server.api.generation import Delta, Generation, Prompt, Sequence
+from server.api.generation import INLINE_POSITIONS, Delta, Generation, Prompt, Sequence
 from server.api.protocol import ChatCompletionRequest, CompletionRequest
+from server.api.responses import Usage
 from server.api.sse import EventStream
 from server.api.state import ApiState
 from server.api.validation import (
@@ -123,15 +128,35 @@ def _end(job: Job, state: ApiState, exchange: Exchange) -> None:
     state.client.release(job.generation)
 
 
-async def run_whole(job: Job, state: ApiState, request: Request) -> list[Delta]:
-    """All that each sequence generated, in order of index. Raises ApiError."""
+class WholeFormat(Protocol):
+    """How an endpoint writes an answer that is no stream."""
+
+    def choice(self, delta: Delta) -> msgspec.Struct:
+        """All of one sequence."""
+
+    def response(self, choices: list[Any], usage: Usage) -> msgspec.Struct:
+        """The answer; `choices` in order of index, encoded ones among them."""
+
+
+async def run_whole(job: Job, state: ApiState, request: Request, format: WholeFormat) -> Response:
+    """The answer with all that each sequence generated. Raises ApiError."""
     exchange: Exchange = request.scope["state"]["exchange"]
     try:
         _begin(job, state, exchange)
         deltas = await job.generation.next()
     finally:
         _end(job, state, exchange)
-    return sorted(deltas, key=lambda delta: delta.index)
+    deltas.sort(key=lambda delta: delta.index)
+    usage = usage_of(job.generation, job.prompts)
+    if sum(delta.num_positions for delta in deltas) <= INLINE_POSITIONS:
+        return json_response(format.response([format.choice(delta) for delta in deltas], usage))
+
+    def write() -> bytes:
+        # A call that encodes lets no other thread run until it is done: one for each choice.
+        choices = [msgspec.Raw(encode(format.choice(delta))) for delta in deltas]
+        return encode(format.response(choices, usage))
+
+    return raw_json_response(await asyncio.get_running_loop().run_in_executor(state.writer_thread, write))
 
 
 def run_stream(job: Job, state: ApiState, writer: EventWriter) -> EventStream:
@@ -142,6 +167,7 @@ def run_stream(job: Job, state: ApiState, writer: EventWriter) -> EventStream:
         state.streams,
         begin=lambda exchange: _begin(job, state, exchange),
         end=lambda exchange: _end(job, state, exchange),
+        thread=state.writer_thread,
     )
 
 

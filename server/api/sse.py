@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
+from concurrent.futures import Executor
 
 from starlette.types import Receive, Scope, Send
 
 from server.api.chunks import EventWriter
 from server.api.errors import ApiError
 from server.api.exchange import Exchange
-from server.api.generation import Delta, Generation
+from server.api.generation import INLINE_POSITIONS, Delta, Generation
 
 DONE = b"data: [DONE]\n\n"
 STALL_LIMIT_S = 30.0
@@ -43,13 +44,16 @@ class EventStream:
         *,
         begin: Callable[[Exchange], None],
         end: Callable[[Exchange], None],
+        thread: Executor,
     ) -> None:
-        """`begin` puts the generation into the engine; `end`, called whatever happens, takes out what is left of it."""
+        """`begin` puts the generation into the engine; `end`, called whatever happens, takes out what is left of it.
+        `thread` writes what takes long."""
         self.generation = generation
         self._writer = writer
         self._streams = streams
         self._begin = begin
         self._end = end
+        self._thread = thread
         self._exchange: Exchange | None = None
         self._sending_since: float | None = None
 
@@ -66,8 +70,12 @@ class EventStream:
                 while deltas := await generation.next():
                     self._sending_since = time.monotonic()
                     await exchange.writable()
-                    self._write(exchange, deltas)
                     self._sending_since = None
+                    if sum(delta.num_positions for delta in deltas) > INLINE_POSITIONS:
+                        loop = asyncio.get_running_loop()
+                        exchange.write(await loop.run_in_executor(self._thread, self._writer.write, deltas))
+                    else:
+                        self._write(exchange, deltas)
                 end = self._writer.last() + DONE
             except ApiError as error:
                 end = error_event(error)
@@ -80,9 +88,9 @@ class EventStream:
             self._streams.discard(self)
 
     def _write_now(self) -> bool:
-        """Write what is new without waiting; False when the client's socket is full."""
+        """Write what is new without waiting; False when the client's socket is full, or it takes long."""
         exchange = self._exchange
-        if exchange is None or not exchange.is_writable:
+        if exchange is None or not exchange.is_writable or self.generation.num_untaken_positions > INLINE_POSITIONS:
             return False
         self._write(exchange, self.generation.take())
         return True

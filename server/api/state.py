@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Literal
 
 from starlette.requests import Request
 
+from server.api.body import DECODED_BYTES, RECEIVED_BYTES, Lease, Memory
 from server.api.chat_template import ChatTemplate
 from server.api.engine_client import EngineClient
 from server.api.errors import draining, engine_dead, model_not_found
@@ -39,6 +41,16 @@ class ApiState:
     created: int = field(default_factory=lambda: int(time.time()))
     intake: Intake = field(default_factory=Intake)
     streams: EventStreams = field(default_factory=EventStreams)
+    receiving: Memory = field(default_factory=lambda: Memory(RECEIVED_BYTES))
+    preparing: Memory = field(default_factory=lambda: Memory(DECODED_BYTES))
+    preparing_aside: Memory = field(default_factory=lambda: Memory(DECODED_BYTES // 2))
+    """For what generates nothing (`/tokenize`, `/detokenize`): what does must not wait for it."""
+    writer_thread: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "write-answer"))
+    """Writes answers that take long."""
+
+    def lease(self, *, aside: bool = False) -> Lease:
+        """Memory for a request that comes in; see `preparing_aside`."""
+        return Lease(self.receiving, self.preparing_aside if aside else self.preparing)
 
     def check_model(self, model: str | None) -> None:
         """Raises ApiError 404 for a model that is not the served one."""

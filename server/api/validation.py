@@ -6,7 +6,7 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from server.api.errors import context_length_exceeded, invalid, prompt_too_long
+from server.api.errors import context_length_exceeded, invalid, prompt_too_long, text_too_long
 from server.api.protocol import ChatCompletionRequest, CompletionRequest, SamplingFields
 from server.sampling_params import SamplingParams
 
@@ -18,6 +18,7 @@ MAX_STOP_STRINGS = 64
 MAX_STOP_CHARACTERS = 1024
 """All stop strings together: every generated piece of text is searched for them."""
 _DEFAULT_COMPLETION_TOKENS = 16
+_MAX_TEXT = 1 << 19
 _INT64 = (-(1 << 63), (1 << 63) - 1)
 _MAX_ID_DIGITS = 20
 _INT32 = (-(1 << 31), (1 << 31) - 1)
@@ -90,6 +91,8 @@ def priority(request: SamplingFields) -> int:
 def _logit_bias(request: SamplingFields, vocab_size: int) -> dict[int, float] | None:
     if not request.logit_bias:
         return None
+    if len(request.logit_bias) > vocab_size:  # padded with zeros an id has many names
+        raise invalid(f"`logit_bias` can hold at most {vocab_size} token ids.", "logit_bias")
     biases: dict[int, float] = {}
     for key, bias in request.logit_bias.items():
         # Leading zeros are allowed, but no more digits than any id needs: Python refuses to convert thousands.
@@ -122,6 +125,18 @@ def check_token_ids(token_ids: list[int], name: str, vocab_size: int) -> None:
         fits = False
     if not fits:
         raise invalid(f"`{name}` must hold token ids from 0 to {vocab_size - 1}.", name)
+
+
+def max_text(limits: Limits) -> int:
+    """Characters of one text that is tokenized. Sixteen to a token: what is longer does not fit the context, unless it
+    is made to. Short contexts have more, for who counts tokens of what will not fit."""
+    return max(_MAX_TEXT, 16 * limits.max_model_len)
+
+
+def check_text(text: str, limits: Limits, where: str) -> None:
+    """`where` is the field that it comes from. Raises ApiError 400."""
+    if len(text) > (limit := max_text(limits)):
+        raise text_too_long(len(text), limit, where)
 
 
 def check_stream_options(request: SamplingFields) -> None:

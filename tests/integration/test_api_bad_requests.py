@@ -191,7 +191,7 @@ def test_bad_chats(client: httpx.Client, body: dict[str, Any], param: str) -> No
         b'{"prompt": "x", "temperature": -Infinity}',
         b'{"prompt": "x"} {"prompt": "y"}',
         b"\xef\xbb\xbf{}",
-        b'{"prompt": "x", "unknown": ' + b"[" * 100_000 + b"]" * 100_000 + b"}",
+        b'{"prompt": "x", "unknown": ' + b"[" * 50_000 + b"]" * 50_000 + b"}",
         b"\x00" * 100,
     ],
 )
@@ -308,3 +308,62 @@ def test_wrong_key(server: Server, header: str | None) -> None:
 def test_scheme_of_the_key_is_case_insensitive(server: Server) -> None:
     with server.client(headers={"authorization": f"bearer {API_KEY}"}) as client:
         good(client)
+
+
+@pytest.fixture(scope="module")
+def roomy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
+    """A client of a server that takes bodies of the default size."""
+    running = Server(tmp_path_factory.mktemp("roomy"))
+    with running.client() as client:
+        yield client
+    running.close()
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        (COMPLETIONS, b'{"prompt": [' + b",".join([b"[1]"] * 70_000) + b"]}"),
+        (COMPLETIONS, b'{"prompt": [' + b",".join([b"1"] * (1 << 20)) + b", 1]}"),
+        (CHAT, b'{"messages": [], "chat_template_kwargs": {"a": [' + b",".join([b"[]"] * 5_000_000) + b"]}}"),
+        (CHAT, b'{"messages": [], "x": [' + b",".join([b"1"] * 140_000) + b"]}"),
+        ("/tokenize", b'{"messages": [], "chat_template_kwargs": {"a": [' + b",".join([b"1"] * 140_000) + b"]}}"),
+        ("/detokenize", b'{"tokens": [' + b",".join([b"1"] * 140_000) + b"]}"),
+    ],
+)
+def test_bodies_of_too_many_values(roomy: httpx.Client, path: str, body: bytes) -> None:
+    answer = roomy.post(path, content=body)
+    check(answer, 400, None, "too_many_values")
+    assert " are allowed" in answer.text
+    good(roomy)
+
+
+@pytest.mark.parametrize("text", ["a" * ((1 << 19) + 1), ",[{" * (5 << 20)])
+def test_texts_that_are_too_long_to_be_tokenized(roomy: httpx.Client, text: str) -> None:
+    """A text is not mistaken for values either."""
+    for path, body, param in (
+        ("/tokenize", {"prompt": text}, "prompt"),
+        ("/tokenize", {"messages": [{"role": "user", "content": text}]}, "messages"),
+        (CHAT, {"messages": [{"role": "user", "content": text}]}, "messages"),
+        (COMPLETIONS, {"prompt": text}, "prompt"),
+    ):
+        answer = roomy.post(path, json=body)
+        assert answer.status_code == 400
+        assert answer.json()["error"]["code"] == "context_length_exceeded" or param == "messages"
+        assert answer.json()["error"]["param"] == param
+    good(roomy)
+
+
+def test_strings_of_too_many_tokens(roomy: httpx.Client) -> None:
+    text = "a" * (1 << 16)
+    answer = roomy.post("/tokenize", json={"prompt": text, "return_token_strs": True})
+    assert answer.json()["token_strs"] == ["a"] * (1 << 16)
+    answer = roomy.post("/tokenize", json={"prompt": text + "b", "return_token_strs": True})
+    check(answer, 400, "return_token_strs")
+    assert "at most 65536 tokens, got 65537" in answer.text
+    assert roomy.post("/tokenize", json={"prompt": text + "b"}).json()["count"] == 65537
+
+
+def test_more_biases_than_tokens(roomy: httpx.Client) -> None:
+    """Padded with zeros, an id has many names."""
+    biases = {"0" * zeros + str(token): 1 for zeros in range(2) for token in range(10, 512)}
+    check(roomy.post(COMPLETIONS, json={"prompt": "x", "logit_bias": biases}), 400, "logit_bias")

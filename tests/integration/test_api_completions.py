@@ -266,3 +266,26 @@ def test_requests_can_be_pipelined(server: Server) -> None:
             assert data
             received += data
     assert received.count(b"HTTP/1.1 200 OK") == 3
+
+
+def test_log_probabilities_of_many_positions(server: Server) -> None:
+    """They are written elsewhere; the answer is the same, whole or streamed."""
+    prompt = [[65 + place % 26 for place in range(300)], [97] * 300]
+    asked = {"prompt": prompt, "max_tokens": 2, "echo": True, "logprobs": 2}
+    with server.client() as client:
+        whole = client.post("/v1/completions", json=asked).json()
+        chunks = events(client.post("/v1/completions", json={**asked, "stream": True}).text)
+        chat = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 300, "logprobs": True, "top_logprobs": 2}
+        [answer] = client.post("/v1/chat/completions", json=chat).json()["choices"]
+    assert chunks.pop() == "[DONE]"
+    for index in range(2):
+        choice = whole["choices"][index]
+        assert choice["index"] == index
+        assert choice["text"] == "".join(map(chr, prompt[index])) + "he"
+        streamed = [chunk["choices"][0] for chunk in chunks if chunk["choices"][0]["index"] == index]
+        assert "".join(part["text"] for part in streamed) == choice["text"]
+        for name in ("tokens", "token_logprobs", "text_offset", "top_logprobs"):
+            assert len(choice["logprobs"][name]) == 302
+            assert [entry for part in streamed for entry in part["logprobs"][name]] == choice["logprobs"][name]
+    assert [entry["token"] for entry in answer["logprobs"]["content"]] == list(("hello world, " * 24)[:300])
+    assert answer["finish_reason"] == "length"

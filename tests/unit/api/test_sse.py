@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -16,7 +18,7 @@ from server.api import sse
 from server.api.chunks import EventWriter
 from server.api.errors import aborted
 from server.api.exchange import Exchange
-from server.api.generation import Generation, Prompt, Sequence
+from server.api.generation import INLINE_POSITIONS, Generation, Prompt, Sequence
 from server.api.protocol import ChatCompletionRequest, CompletionRequest
 from server.api.routes_chat import ChatFormat
 from server.api.routes_completions import CompletionFormat
@@ -24,10 +26,11 @@ from server.api.serving import Job
 from server.api.sse import EventStream, EventStreams
 from server.api.tokenizer import load_tokenizer
 from server.api.validation import StopConditions, stop_conditions
-from server.ipc.engine_to_api import RequestOutput
+from server.ipc.engine_to_api import RequestOutput, TokenLogprobs
 from server.sampling_params import SamplingParams
 
 TINY = load_tokenizer("tiny")
+THREAD = ThreadPoolExecutor(1)
 
 
 class Client:
@@ -95,7 +98,12 @@ def generate() -> tuple[Generation, Sequence]:
 
 def stream_of(generation: Generation, streams: EventStreams, writer: Any = None) -> EventStream:
     return EventStream(
-        generation, writer or cast(EventWriter, Writer()), streams, begin=lambda _: None, end=lambda _: None
+        generation,
+        writer or cast(EventWriter, Writer()),
+        streams,
+        begin=lambda _: None,
+        end=lambda _: None,
+        thread=THREAD,
     )
 
 
@@ -270,3 +278,29 @@ async def test_a_plain_token_takes_the_short_way() -> None:
     assert sequence.num_tokens == 9
     generation.fail(aborted("test"))
     await task
+
+
+async def test_many_log_probabilities_are_written_in_a_thread_and_the_stream_goes_on() -> None:
+    threads: list[threading.Thread] = []
+
+    class Noting(Writer):
+        def write(self, deltas: list[Any]) -> bytes:
+            threads.append(threading.current_thread())
+            return super().write(deltas)
+
+    generation, sequence = generate()
+    client = Client()
+    stream = stream_of(generation, EventStreams(), cast(EventWriter, Noting()))
+    task = asyncio.create_task(stream(client.scope, client.receive, client.send))
+    await settle()
+    positions: list[TokenLogprobs | None] = [None, *[TokenLogprobs([65], [-1.0], 1)] * INLINE_POSITIONS]
+    sequence.push(RequestOutput("g-0", [97], prompt_logprobs=positions))
+    sequence.push(RequestOutput("g-0", [98]))
+    while not client.written:  # noqa: ASYNC110 - it has no event
+        await asyncio.sleep(0.001)
+    sequence.push(RequestOutput("g-0", [99], finish_reason="length"))
+    await task
+    assert client.written[0].startswith(b"[a")
+    assert b"".join(client.written).translate(None, b"[]") == b"abc<usage>data: DONE\n\n"
+    assert threads[0] is not threading.current_thread()
+    assert set(threads[1:]) == {threading.current_thread()}, "what is little needs no thread"
