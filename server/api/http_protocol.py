@@ -15,17 +15,21 @@ HEADER_TIMEOUT_S = 30.0
 """From the first byte of a connection or request to the end of its headers; also from an answer that came before the
 end of its request's body to that end."""
 MAX_HEADER_BYTES = 64 * 1024
-"""Headers, request line and trailers of one request (h11's bound). The first read of a request is not counted, so up to
-256 KiB more can pass."""
+"""Names and values of a request's headers and its URL (h11's bound). Of headers that do not end, and of trailers, the
+first read of the request (256 KiB at most) is not counted."""
 READ_STALL_S = 30.0
 """How long a client may read nothing while there is more for it than the transport's buffer holds."""
 # Bytes on the wire per byte of body: a chunk of one byte travels in six.
 _MAX_FRAMING = 8
 _MESSAGE = b"The headers of the request are too large."
-_HEADERS_TOO_LARGE = (
+_HEADERS_TOO_LARGE_ANSWER = (
     b"HTTP/1.1 431 Request Header Fields Too Large\r\ncontent-type: text/plain; charset=utf-8\r\n"
     b"content-length: %d\r\nconnection: close\r\n\r\n%b" % (len(_MESSAGE), _MESSAGE)
 )
+
+
+class _HeadersTooLarge(Exception):
+    """Ends the parsing of a request."""
 
 
 class HttpProtocol(HttpToolsProtocol):
@@ -88,7 +92,10 @@ class HttpProtocol(HttpToolsProtocol):
                 data = data[offer.args[0] :]
                 if framing := self._framing():
                     self._expect_body(framing)
-            except httptools.HttpParserError:
+            except httptools.HttpParserError as error:
+                if isinstance(error.__context__, _HeadersTooLarge):
+                    self._refuse_headers()
+                    return
                 message = "Invalid HTTP request received."
                 self.logger.warning(message)
                 self.send_400_response(message)
@@ -128,7 +135,7 @@ class HttpProtocol(HttpToolsProtocol):
         if self.transport.is_closing():
             return
         if self._active is None or self._active.response_complete:
-            self.transport.write(_HEADERS_TOO_LARGE)
+            self.transport.write(_HEADERS_TOO_LARGE_ANSWER)
             self.transport.close()
         else:  # an answer is under way on this connection
             self.transport.abort()
@@ -145,6 +152,8 @@ class HttpProtocol(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         if self._is_silent:
             return
+        if len(self.url) + sum([len(name) + len(value) for name, value in self.headers]) > MAX_HEADER_BYTES:
+            raise _HeadersTooLarge
         self._disarm()
         super().on_headers_complete()
         if self.cycle is not None:

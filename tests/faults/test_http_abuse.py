@@ -17,7 +17,8 @@ import uvicorn
 from starlette.types import Receive, Scope, Send
 
 from server.api import http_protocol
-from server.api.http_protocol import HttpProtocol
+from server.api.body import RECEIVED_BYTES
+from server.api.http_protocol import MAX_HEADER_BYTES, HttpProtocol
 from server.listen import bind_socket
 from tests.integration.api_harness import Server, events
 
@@ -130,6 +131,18 @@ async def test_large_headers_are_told_so(http: Http) -> None:
             writer.write(b"x: " + b"y" * 30000 + b"\r\n")
             await writer.drain()
         assert (await reader.readline()).startswith(b"HTTP/1.1 431 ")
+
+
+@pytest.mark.parametrize("size", [60_000, 70_000, 180_000])
+async def test_headers_in_one_packet_are_measured_as_well(http: Http, size: int) -> None:
+    async with http.connect() as (reader, writer):
+        for _ in range(2):
+            writer.write(b"GET / HTTP/1.1\r\nhost: x\r\nx: %b\r\n\r\n" % (b"y" * size))
+            if size > MAX_HEADER_BYTES:
+                assert (await reader.readline()).startswith(b"HTTP/1.1 431 ")
+                assert b"too large" in await reader.read()
+                break
+            assert (await reader.readuntil(b"ok")).startswith(b"HTTP/1.1 200 OK\r\n")
 
 
 async def test_endless_trailers_are_refused(http: Http) -> None:
@@ -303,6 +316,32 @@ def test_idle_connections_do_no_harm(api: Server, count: int) -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     api.wait_for(lambda: open_files(api) < 100)
     assert ask(api) == "hello"
+
+
+def test_bodies_without_end_share_bounded_memory(api: Server) -> None:
+    """What many clients send of large bodies at once is refused beyond a total; ordinary requests are served."""
+    head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n"
+    part = b"x" * (15 << 20)
+    count = 30
+    assert ask(api) == "hello"
+    before = rss_bytes(api)
+    with contextlib.ExitStack() as stack:
+        refused = 0
+        for _ in range(count):
+            connection = stack.enter_context(api.raw())
+            connection.sendall(head % (16 << 20) + part)
+            connection.settimeout(0.3)
+            with contextlib.suppress(TimeoutError):
+                answer = connection.recv(1 << 16)
+                assert answer.startswith(b"HTTP/1.1 503 ")
+                assert b"retry-after: 1" in answer.lower()
+                assert b"retry later" in answer
+                refused += 1
+        assert refused >= count - RECEIVED_BYTES // len(part) - 2
+        assert rss_bytes(api) - before < 1.5 * RECEIVED_BYTES
+        assert ask(api) == "hello"
+    with api.client() as client:  # all of it is free again
+        api.wait_for(lambda: client.post("/v1/completions", content=part).json()["error"]["code"] == "invalid_json")
 
 
 def ask_health(connection: socket.socket) -> None:
