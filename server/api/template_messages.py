@@ -1,7 +1,8 @@
 """What the API process and the processes that render its chat template say to each other.
 
-Both sides send frames: four bytes of length, then JSON (whose integers have any size, as those of a request do). A
-process says `Done` once it has started, answers a `TemplateSource` and then every `RenderRequest`.
+Both sides send frames: four bytes of length, then a message. A process says `Done` once it has started, answers a
+`TemplateSource` and then every `RenderRequest`. Those two are JSON, whose integers have any size, as the values of a
+request do; answers are MessagePack.
 """
 
 from __future__ import annotations
@@ -12,10 +13,8 @@ import msgspec
 
 MEMORY_LIMIT_MIB = 1024
 """What a template may take beyond the process' own needs; a request of 16 MiB takes some 200."""
-MAX_CHARACTERS = 1 << 25
-"""Length of a prompt: twice what the largest request holds."""
-MAX_ANSWER_BYTES = 6 * MAX_CHARACTERS + 1024
-"""JSON escapes a control character with six bytes."""
+MAX_ANSWER_BYTES = 32 << 20
+"""Size of a prompt, in UTF-8: twice what the largest request holds."""
 LENGTH_BYTES = 4
 
 

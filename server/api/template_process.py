@@ -23,7 +23,7 @@ import msgspec
 
 from server.api.template_messages import (
     LENGTH_BYTES,
-    MAX_CHARACTERS,
+    MAX_ANSWER_BYTES,
     MEMORY_LIMIT_MIB,
     Done,
     OutOfMemory,
@@ -37,17 +37,17 @@ from server.api.template_sandbox import SandboxedTemplate
 from server.child import die_with_parent
 
 _MAX_FAULT_CHARACTERS = 1000
-_OUT_OF_MEMORY = frame(msgspec.json.encode(OutOfMemory()))
+_OUT_OF_MEMORY = frame(msgspec.msgpack.encode(OutOfMemory()))
 
 
 def _answer(work: Callable[[], str]) -> bytes:
     """The frame that tells how `work` went."""
     try:
         try:
-            text = work()
-            if len(text) > MAX_CHARACTERS:
-                raise TemplateFault(f"made a prompt of more than {MAX_CHARACTERS} characters")
-            return frame(msgspec.json.encode(Done(text)))
+            payload = msgspec.msgpack.encode(Done(work()))
+            if len(payload) > MAX_ANSWER_BYTES:
+                raise TemplateFault(f"made a prompt of more than {MAX_ANSWER_BYTES >> 20} MiB")
+            return frame(payload)
         except TemplateFault as fault:
             message = str(fault)
         except UnicodeEncodeError:
@@ -55,7 +55,7 @@ def _answer(work: Callable[[], str]) -> bytes:
         except RecursionError:
             message = "cannot be given values so deeply nested"
         message = message[:_MAX_FAULT_CHARACTERS].encode("utf-8", "backslashreplace").decode()
-        return frame(msgspec.json.encode(Refused(message)))
+        return frame(msgspec.msgpack.encode(Refused(message)))
     except MemoryError:
         return _OUT_OF_MEMORY
 
@@ -64,6 +64,9 @@ def _limit_memory() -> None:
     with open("/proc/self/statm", "rb") as file:
         pages = int(file.read().split()[0])
     limit = pages * resource.getpagesize() + (MEMORY_LIMIT_MIB << 20)
+    hard = resource.getrlimit(resource.RLIMIT_AS)[1]
+    if hard != resource.RLIM_INFINITY:
+        limit = min(limit, hard)
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
     # A template may crash the interpreter (C stack): nobody wants its gigabyte of memory on disk.
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
@@ -87,7 +90,7 @@ def main() -> None:
     _limit_memory()
     connection = socket.socket(fileno=os.dup(0))
     stream = connection.makefile("rb")
-    connection.sendall(frame(msgspec.json.encode(Done())))
+    connection.sendall(frame(msgspec.msgpack.encode(Done())))
     wanted = msgspec.json.decode(_read(stream), type=TemplateSource)
     template: SandboxedTemplate | None = None
 

@@ -32,7 +32,7 @@ _MOST_PROCESSES = 2
 """The second one is for while the first is busy: rendering takes a tenth of a millisecond, but may take the limit."""
 _START_LIMIT_S = 60.0
 """For importing Jinja from a slow disk, on a machine that is busy with a model; none of it is the template's doing."""
-_DECODER: msgspec.json.Decoder[Answer] = msgspec.json.Decoder(Answer)
+_DECODER: msgspec.msgpack.Decoder[Answer] = msgspec.msgpack.Decoder(Answer)
 
 
 class _Process:
@@ -55,9 +55,12 @@ class _Process:
             theirs.close()
 
     async def prepare(self, source: TemplateSource, time_limit_s: float) -> None:
-        """Have the template compiled. Raises TemplateFault, after which the process is of no use."""
+        """Have the template compiled. Raises TemplateFault or OSError, after which the process is of no use."""
         self._reader, self._writer = await asyncio.open_unix_connection(sock=self._socket)
-        await self._receive(_START_LIMIT_S)
+        try:
+            await self._receive(_START_LIMIT_S)
+        except TemplateFault as fault:
+            raise ChildProcessError("it ends before it has begun, or does not begin") from fault
         answer = await self.ask(msgspec.json.encode(source), time_limit_s)
         if isinstance(answer, Refused):
             raise TemplateFault(answer.fault)
@@ -191,7 +194,7 @@ class TemplateRenderer:
             await self._prepare(process)
         except (TemplateFault, OSError) as error:
             if not self._closing:
-                _log.warning("no process for chat templates: the chat template %s", error)
+                _log.warning("no process for chat templates: %s", error)
 
     def _drop(self, process: _Process) -> None:
         if process in self._processes:

@@ -84,6 +84,7 @@ async def test_loop_controls_and_kwargs() -> None:
         ("{{ range(1000000000) | list }}", "failed: OverflowError"),
         ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "failed: RecursionError"),
         ("{{ '\\ud800' }}", "halves of surrogate pairs"),
+        ("{{ 'x' * 4 * 10 ** 7 }}", "made a prompt of more than 32 MiB"),
         (r"{{ raise_exception('\ud800') }}", r"refused the messages: \\ud800"),
     ],
 )
