@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -15,6 +16,7 @@ import pytest
 
 from reports.directory import load_results
 from reports.schema import CellResult
+from tests.integration.mocking import running_mock
 from tests.integration.serving import START_TIMEOUT_S, start_server
 from tests.unit.reports.published_schema import assert_published
 
@@ -201,6 +203,37 @@ def test_an_endpoint_that_others_run(matrix: Matrix, tmp_path: Path) -> None:
     (result,) = matrix.results()
     assert result.status == "failed"
     assert "does not answer" in str(result.reason)
+
+
+ENDPOINT = ['engines=["url"]', 'models=["mock"]']
+
+
+def test_an_endpoint_that_dies_before_the_end_fails_its_cell(matrix: Matrix) -> None:
+    long = ["loads.0.workload.num_requests=60", "loads.0.workload.output_len=1", 'only=["*/concurrency-2"]']
+    with contextlib.ExitStack() as stack:
+        mock = stack.enter_context(running_mock(ttft_s=0.02))
+        matrix.start(*ENDPOINT, *long, f'url="{mock.url}"')
+        matrix.wait_for(lambda: mock.requests >= 10)
+        stack.close()
+        assert matrix.wait() == 1, matrix.text()
+    (result,) = matrix.results()
+    assert result.status == "failed"
+    assert "takes no connections any more: Connection refused" in (result.reason or "")
+    assert result.metrics is not None
+    assert 0 < result.metrics.completed < 60
+
+
+def test_a_reader_that_goes_costs_no_cell_and_no_report(matrix: Matrix) -> None:
+    with running_mock() as mock:
+        command = [sys.executable, "-m", "benchctl", "matrix", "--suite", str(matrix.suite), "-o", str(matrix.output)]
+        for assignment in (*ENDPOINT, f'url="{mock.url}"'):
+            command += ["--set", assignment]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as process:
+            assert process.stdout is not None
+            process.stdout.close()
+            assert process.wait(timeout=120) == 0
+    assert [result.status for result in matrix.results()] == ["ok", "ok"]
+    assert (matrix.output / "report.html").is_file()
 
 
 def test_bad_input_is_one_line(matrix: Matrix) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -19,7 +20,7 @@ from typer.testing import CliRunner, Result
 
 from benchctl.cli import build_app
 from benchctl.loadgen import sweep
-from benchctl.loadgen.records import Records
+from benchctl.loadgen.records import FLUSH_BYTES, Records
 from benchctl.mock.script import Failure
 from benchctl.output_lock import OutputLock
 from reports.directory import load_results
@@ -248,6 +249,22 @@ def test_reports_are_there_when_standard_output_is_full(tmp_path: Path) -> None:
         done = subprocess.run(argv, stdout=full, stderr=subprocess.PIPE, text=True, timeout=120, check=False)
     assert done.returncode == 2, done.stderr
     assert (tmp_path / "report.html").is_file()
+
+
+def test_a_disk_that_fills_up_leaves_the_figures_of_what_was_recorded(tmp_path: Path) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (3 * FLUSH_BYTES, hard))
+    try:
+        with running_mock() as mock:
+            lengths = ("--set", "input_len=4", "--set", "output_len=40", "--workers", "1")
+            run("--url", mock.url, "--sweep-concurrency", "2,3", "-n", "50000", *lengths, output=tmp_path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    (cell,) = load_results(tmp_path).results  # a second load would break as well
+    assert cell.status == "failed"
+    assert "File too large" in (cell.reason or "")
+    assert cell.metrics is not None
+    assert cell.metrics.completed > 10
 
 
 def test_two_runs_cannot_mix_their_records(tmp_path: Path) -> None:
