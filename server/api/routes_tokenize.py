@@ -51,11 +51,11 @@ async def _tokenize(request: TokenizeRequest, state: ApiState) -> Response:
         [tokens] = await state.tokenizer.encode_all(
             [request.prompt or ""], add_special_tokens=request.add_special_tokens is not False, aside=True
         )
-    strings = await _strings(tokens, state) if request.return_token_strs else None
+    strings = await token_strings(tokens, state) if request.return_token_strs else None
     return json_response(TokenizeResponse(len(tokens), state.limits.max_model_len, tokens, strings))
 
 
-async def _strings(tokens: list[int], state: ApiState) -> list[str]:
+async def token_strings(tokens: list[int], state: ApiState) -> list[str]:
     """The tokens as the vocabulary spells them. Raises ApiError 400."""
     limit = max(MAX_TOKEN_STRINGS, state.limits.max_model_len)
     if len(tokens) > limit:

@@ -217,6 +217,16 @@ async def test_the_request_before_a_pipelined_one_hears_that_its_client_is_gone(
         await http.app.gone.wait()
 
 
+async def test_a_client_that_ends_its_side_is_taken_for_gone(http: Http) -> None:
+    """Most who close a connection look the same, and nobody must generate for them."""
+    async with http.connect() as (reader, writer):
+        writer.write(b"GET /stream HTTP/1.1\r\nhost: x\r\n\r\n")
+        await reader.readuntil(b"tick")
+        writer.write_eof()
+        async with asyncio.timeout(10):
+            await http.app.gone.wait()
+
+
 @pytest.fixture
 def api(tmp_path: Path) -> Iterator[Server]:
     server = Server(tmp_path)
