@@ -2,8 +2,10 @@
 
     supervisor ("benchctl serve")
       |- worker-0    heavy: torch, model, device       spawned first, it takes longest
+      |    `- builders of kernels, while a cold cache is filled
       |- engine      scheduler, KV-cache bookkeeping
       `- api-0..N    HTTP, tokenizer; several start beside each other, long before the worker has done so
+           `- chat templates, two at most each (`server.api.template_process`)
 
 The supervisor imports nothing heavy and runs one selector loop over the children's status pipes, their stderr and
 their pidfds. Whatever way it ends, the children end: they hold the other end of a control pipe and die with their
