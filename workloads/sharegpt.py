@@ -16,7 +16,7 @@ from workloads.files import open_data
 from workloads.length_filter import LengthFilter
 from workloads.parameters import check_num_requests, convert, with_defaults
 from workloads.rng import generator
-from workloads.tokenizer import TokenizerLike
+from workloads.tokenizer import HOW_TO_GIVE, TokenizerLike
 
 
 class ShareGptParameters(LengthFilter, forbid_unknown_fields=True, kw_only=True):
@@ -58,7 +58,7 @@ def build_sharegpt(spec: dict[str, Any], *, seed: int, tokenizer: TokenizerLike 
     """
     parameters: ShareGptParameters = convert(ShareGptParameters, spec, where="workload sharegpt")
     if tokenizer is None:
-        raise UserError("workload sharegpt: its filter counts tokens; give --tokenizer MODEL_OR_PATH")
+        raise UserError(f"workload sharegpt: its filter counts tokens; {HOW_TO_GIVE}")
     check_num_requests(parameters.num_requests, where="workload sharegpt")
     if not (math.isfinite(parameters.think_time_s) and parameters.think_time_s >= 0):
         raise UserError(f"workload sharegpt: think_time_s {parameters.think_time_s} must not be negative")

@@ -15,7 +15,7 @@ from workloads.parameters import check_num_requests, convert, with_defaults
 from workloads.rng import generator, stream_key, subkeys
 from workloads.text import TextGenerator
 from workloads.token_ids import GeneratedRequests, TokenIdTable
-from workloads.tokenizer import TokenizerLike
+from workloads.tokenizer import HOW_TO_GIVE, TokenizerLike
 
 
 class SyntheticParameters(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
@@ -115,7 +115,7 @@ def _check(parameters: SyntheticParameters, tokenizer: TokenizerLike | None) -> 
     if (parameters.num_prefixes > 0) != (parameters.prefix_len > 0):
         raise UserError("workload synthetic: num_prefixes and prefix_len go together; set both or neither")
     if parameters.prompt_format == "text" and tokenizer is None:
-        raise UserError("workload synthetic: prompt_format=text counts tokens; give --tokenizer MODEL_OR_PATH")
+        raise UserError(f"workload synthetic: prompt_format=text counts tokens; {HOW_TO_GIVE}")
 
 
 def _text_requests(

@@ -10,6 +10,9 @@ from tokenizers import Tokenizer
 
 from server.errors import UserError
 
+HOW_TO_GIVE = "give --tokenizer MODEL_OR_PATH (in a suite: client.tokenizer)"
+"""For messages about a tokenizer that is missing."""
+
 
 class TokenizerLike(Protocol):
     """A tokenizer as workloads use it."""

@@ -29,7 +29,7 @@ from workloads.parameters import check_num_requests, convert, with_defaults
 from workloads.rng import generator, stream_key, subkeys
 from workloads.text import TextGenerator
 from workloads.token_ids import GeneratedRequests, TokenIdTable
-from workloads.tokenizer import TokenizerLike
+from workloads.tokenizer import HOW_TO_GIVE, TokenizerLike
 from workloads.trace_rows import TraceRows, detect_format, read_rows
 
 
@@ -123,7 +123,7 @@ def build_trace(spec: dict[str, Any], *, seed: int, tokenizer: TokenizerLike | N
             num_requests=parameters.num_requests,
         )
     if parameters.prompt_format == "text" and tokenizer is None:
-        raise UserError("workload trace: prompt_format=text counts tokens; give --tokenizer MODEL_OR_PATH")
+        raise UserError(f"workload trace: prompt_format=text counts tokens; {HOW_TO_GIVE}")
     rows = read_rows(path, format_)
     if parameters.prompt_format == "text" and rows.hash_ids is not None:
         raise UserError("workload trace: prompts with hash_ids share blocks of token ids; prompt_format=text cannot")

@@ -181,8 +181,7 @@ def load_options(request: RunRequest) -> LoadOptions:
 def _said(options: LoadOptions) -> dict[str, Any]:
     """What the client was told beyond its defaults, for the result: it changes what the figures mean."""
     usual = LoadOptions(url="", model="")
-    names = (*CLIENT_OPTIONS, "tokenizer")
-    return {name: value for name in names if (value := getattr(options, name)) != getattr(usual, name)}
+    return {name: value for name in CLIENT_OPTIONS if (value := getattr(options, name)) != getattr(usual, name)}
 
 
 def plan_arrivals(request: RunRequest) -> list[dict[str, Any]]:

@@ -67,5 +67,7 @@ class LoadOutcome(msgspec.Struct, kw_only=True):
     """Cancelled before its end; the metrics cover what had ended until then."""
     aborted: str | None = None
     """Why the load did not come to its end, or None: the server is gone, a worker died, the disk is full."""
+    server_gone: bool = False
+    """Whether that is because of the server."""
     error_details: dict[str, str] = {}
     """One message of the server or the system per cause of failure."""

@@ -89,9 +89,9 @@ def run_load(
     records = Records(output)
     if broken is not None and len(records.rows) == 0:
         raise broken
-    aborted = fleet.aborted if broken is None else str(broken)
-    if aborted is None and not interrupted:
-        aborted = why_gone(records.rows, options.url, options.endpoint)
+    gone = fleet.aborted
+    if gone is None and broken is None and not interrupted:
+        gone = why_gone(records.rows, options.url, options.endpoint)
     metrics = compute_metrics(
         records,
         slos=slos,
@@ -107,7 +107,8 @@ def run_load(
         records=output,
         metrics=metrics,
         interrupted=interrupted,
-        aborted=aborted,
+        aborted=gone if broken is None else str(broken),
+        server_gone=gone is not None,
         error_details=fleet.error_details,
     )
 

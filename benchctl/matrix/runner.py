@@ -294,6 +294,8 @@ class MatrixRunner:
             records=records if records.is_file() else None,
             duration_s=time.monotonic() - began,
         )
+        if outcome is not None and outcome.server_gone:
+            server.stop()  # one that has not ended yet would take the next cell with it
 
     def _finish(
         self,

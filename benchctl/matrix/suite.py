@@ -20,7 +20,7 @@ StartKind = Literal["cold", "warm"]
 
 CLIENT_OPTIONS = (
     *("workers", "timeout_s", "connect_timeout_s", "retries", "warmup", "cooldown"),
-    *("lag_bound_s", "force_lengths", "continuous_usage"),
+    *("lag_bound_s", "force_lengths", "continuous_usage", "tokenizer"),
 )
 """Fields of `benchctl.loadgen.LoadOptions` that a suite may set."""
 

@@ -77,7 +77,8 @@ class TrafficFactory:
             checked.add(key)
             self._note_local(config)
             try:
-                if config.engine != "url" and comes_from_elsewhere(config.model):
+                given = "tokenizer" in config.client or config.engine == "url"
+                if not given and comes_from_elsewhere(config.model):
                     check_traffic(config)
                 else:
                     check_traffic(config, self._tokenizer(config), tokenizer_known=True)

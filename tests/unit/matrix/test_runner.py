@@ -51,6 +51,8 @@ class FakeServer(RunningServer):
 
     def stop(self, timeout_s: float = 20.0) -> None:
         self.stopped = True
+        if self.code is None:
+            self.code = 0
 
 
 class World:
@@ -60,6 +62,7 @@ class World:
         self.events: list[str] = []
         self.servers: list[FakeServer] = []
         self.aborted: str | None = None
+        self.server_gone = False
         self.before_launch: Callable[[CellConfig], None] = lambda config: None
         self.load: Callable[[Cell, FakeServer, threading.Event], LoadMetrics] = lambda *_: samples.load_metrics(1, 2)
 
@@ -78,7 +81,13 @@ class World:
     def replay(self, cell: Cell, traffic: Traffic, server: FakeServer, **rest: Any) -> LoadOutcome:
         self.events.append(cell.id.split("/", 2)[2])
         metrics = self.load(cell, server, rest["cancel"])
-        return LoadOutcome(records=rest["records"], metrics=metrics, interrupted=False, aborted=self.aborted)
+        return LoadOutcome(
+            records=rest["records"],
+            metrics=metrics,
+            interrupted=False,
+            aborted=self.aborted,
+            server_gone=self.server_gone,
+        )
 
 
 class Silent:
@@ -180,6 +189,19 @@ def test_a_server_that_dies_fails_its_cell_and_is_started_again(world: World, tm
         "warm eager",
         "eager/TORCH_SDPA/synthetic/concurrency-2",
     ]
+
+
+def test_a_server_that_is_gone_but_has_not_ended_yet_is_stopped(world: World, tmp_path: Path) -> None:
+    def load(cell: Cell, server: FakeServer, cancel: threading.Event) -> LoadMetrics:
+        world.server_gone = cell.id.endswith("eager/TORCH_SDPA/synthetic/burst")
+        world.aborted = "is not healthy any more" if world.server_gone else None
+        return samples.load_metrics(1, 2)
+
+    world.load = load
+    results = make(world, tmp_path / "out", "starts=['cold']")[0].run().results
+    assert [result.status for result in results] == ["failed", "ok", "ok", "ok"]
+    assert results[0].reason == "is not healthy any more"
+    assert world.events[:3] == ["cold eager", "eager/TORCH_SDPA/synthetic/burst", "warm eager"]
 
 
 def test_a_failing_restart_fails_the_cells_that_wait(world: World, tmp_path: Path) -> None:

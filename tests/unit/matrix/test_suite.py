@@ -11,6 +11,7 @@ from benchctl.matrix.suite import load_suite, shipped_suites
 from benchctl.matrix.traffic import TrafficFactory
 from reports.metrics import METRICS
 from server.errors import UserError
+from tests.unit.workloads.conftest import byte_level_bpe
 from workloads import build_workload
 from workloads.export import export_workload
 
@@ -257,3 +258,17 @@ def test_arrival_labels() -> None:
     assert arrival_label({"name": "burst"}) == "burst"
     assert arrival_label({"name": "constant", "rate": 2.0, "duration_s": 9.0}) == "constant-rate-2"
     assert arrival_label({"name": "steps", "steps": [{"rate": 1}]}).startswith("steps-steps-")
+
+
+def test_a_suites_tokenizer_counts_what_an_endpoints_model_cannot(tmp_path: Path) -> None:
+    byte_level_bpe().save(str(tmp_path / "tokenizer.json"))
+    endpoint = ['engines=["url"]', "url=http://127.0.0.1:9", 'models=["theirs"]', 'only=["*/burst"]']
+    text = [*endpoint, "loads.0.workload.prompt_format=text"]
+    cells = plan_matrix(load_suite(write(tmp_path, MINIMAL), text)).cells
+    with pytest.raises(UserError, match="give --tokenizer"):
+        TrafficFactory().prepare(cells)
+    (cell,) = plan_matrix(load_suite(write(tmp_path, MINIMAL), [*text, f"client.tokenizer={tmp_path}"])).cells
+    TrafficFactory().check([cell])
+    traffic = TrafficFactory().prepare([cell])[cell.id]
+    assert traffic.workload.requests[0].prompt is not None
+    assert traffic.info.prompt_tokens_total == 4 * 8
